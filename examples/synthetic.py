@@ -1,0 +1,134 @@
+"""Synthetic interaction histories: long-tailed lengths, Zipf ids and a label which can be learned.
+
+Every batch is a pure function of ``(seed, rank, step)``, so a run can stop anywhere and resume, and two runs
+can be compared batch by batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+try:
+    from torchrec.streamable import Pipelineable
+except ImportError:  # older TorchRec: its pipelines accept anything with the same methods
+    Pipelineable = object  # type: ignore[assignment, misc]
+
+
+@dataclass
+class Batch(Pipelineable):
+    """Features ``history``, ``action`` and ``candidate`` of B samples and their labels, float [B]."""
+
+    features: KeyedJaggedTensor
+    labels: torch.Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """The batch on ``device``."""
+        return Batch(
+            features=self.features.to(device=device, non_blocking=non_blocking),
+            labels=self.labels.to(device=device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked host memory."""
+        return Batch(features=self.features.pin_memory(), labels=self.labels.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the memory of the batch until ``stream`` is done with it."""
+        self.features.record_stream(stream)
+        self.labels.record_stream(stream)
+
+
+class SyntheticHistories:
+    """An iterable of ``steps`` batches.
+
+    Args:
+        steps: number of batches.
+        batch_size: samples per batch.
+        items, actions: number of item and action ids.
+        rank: whose share of the data this is; ranks draw different batches of the same distribution.
+        seed: selects the distribution (which items are popular or liked) and the draws.
+        median, sigma, cap: histories have lognormal lengths of this median and shape, at most ``cap``.
+        zipf: exponent of the popularity of items.
+        empty_share: share of the histories which are empty.
+        vary_batch: let the number of samples vary from half to one and a half times ``batch_size``, and be 0
+            in ``no_samples_share`` of the batches.
+    """
+
+    keys = ("history", "action", "candidate")
+
+    def __init__(
+        self,
+        steps: int,
+        batch_size: int,
+        items: int,
+        actions: int,
+        rank: int = 0,
+        seed: int = 0,
+        median: float = 20.0,
+        sigma: float = 1.0,
+        cap: int = 512,
+        zipf: float = 1.05,
+        empty_share: float = 0.05,
+        vary_batch: bool = False,
+        no_samples_share: float = 0.03,
+    ) -> None:
+        self.steps = steps
+        self.batch_size = batch_size
+        self.actions = actions
+        self.rank = rank
+        self.seed = seed
+        self.median = median
+        self.sigma = sigma
+        self.cap = cap
+        self.empty_share = empty_share
+        self.vary_batch = vary_batch
+        self.no_samples_share = no_samples_share
+        # NumPy pads entropy with zeros, so the fourth word keeps this stream apart from every batch's.
+        tables = np.random.default_rng([seed, 0, 0, 1])
+        self._cumulative = np.cumsum(np.arange(1, items + 1, dtype=np.float64) ** -zipf)
+        self._cumulative /= self._cumulative[-1]
+        self._item_of_rank = tables.permutation(items)  # spreads the popular ids over the table
+        self._liked = 1.0 / (1.0 + np.exp(-2.0 * tables.standard_normal(items)))  # P(label = 1 | candidate)
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self.batch(step) for step in range(self.steps))
+
+    def batch(self, step: int) -> Batch:
+        """Batch number ``step``, on the CPU."""
+        rng = np.random.default_rng([self.seed, self.rank, step])
+        samples = self._samples(rng)
+        lengths = np.rint(rng.lognormal(math.log(self.median), self.sigma, samples))
+        lengths = np.minimum(lengths, self.cap).astype(np.int64)
+        lengths[rng.random(samples) < self.empty_share] = 0
+        total = int(lengths.sum())
+        history, candidate = self._items(rng, total), self._items(rng, samples)
+        action = rng.integers(0, self.actions, total)
+        labels = rng.random(samples) < self._liked[candidate]
+        features = KeyedJaggedTensor(
+            keys=list(self.keys),
+            values=torch.from_numpy(np.concatenate([history, action, candidate])),
+            lengths=torch.from_numpy(np.concatenate([lengths, lengths, np.ones(samples, dtype=np.int64)])),
+        )
+        return Batch(features=features, labels=torch.from_numpy(labels.astype(np.float32)))
+
+    def _samples(self, rng: np.random.Generator) -> int:
+        if not self.vary_batch:
+            return self.batch_size
+        if rng.random() < self.no_samples_share:
+            return 0
+        half = self.batch_size // 2
+        return int(rng.integers(self.batch_size - half, self.batch_size + half, endpoint=True))
+
+    def _items(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Item ids by inverse CDF: bounded Zipf over popularity ranks, then a fixed permutation."""
+        ranks = np.searchsorted(self._cumulative, rng.random(count), side="right")
+        return self._item_of_rank[ranks]

@@ -1,0 +1,25 @@
+"""freescale: a torch.compile backend for sequence recommendation models on many GPUs.
+
+`torch.compile(model, backend="freescale")` needs no import. This module stays light, because
+TORCH_LOGS="+freescale" imports it while torch itself is still being imported; names load when they are used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from freescale.runtime.native import ShardedEmbedding
+
+__version__ = "0.1.0"
+__all__ = ["ShardedEmbedding", "__version__"]
+
+_LAZY = {"ShardedEmbedding": "freescale.runtime.native"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'freescale' has no attribute {name!r}")

@@ -1,0 +1,84 @@
+"""The entry point behind `torch.compile(model, backend="freescale")`.
+
+Importing this module, which torch does when the backend's name is first used, prepares Dynamo and teaches TorchRec's
+sharded collections a forward that can be traced. Nothing else is needed from the user.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from freescale import compat, config
+from freescale.driver import Driver
+from freescale.runtime import agreement, torchrec_tables
+
+log = logging.getLogger(__name__)
+
+# Compilations so far: {frame: how often it was compiled}; more than 1 is a recompilation.
+COMPILED: dict[str, int] = {}
+_agreed: set[str] = set()
+
+
+def freescale(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph."""
+    try:
+        if mode not in (None, "default"):
+            raise config.ConfigError(f"backend freescale takes options={{...}} but no mode, found mode={mode!r}")
+        cfg = config.load(options)
+        torchrec_tables.raise_if_refused(cfg)
+        frame = compat.current_compile_id().split("/")[0]
+        COMPILED[frame] = COMPILED.get(frame, 0) + 1
+        compile_graph = (
+            compat.compile_with_interpreter if cfg.codegen == "eager" else compat.compile_with_inductor
+        )
+        compiled = compile_graph(gm, inputs, Driver(cfg))
+    except Exception as error:
+        agreement.post_failure(error)
+        raise
+    return _agreed_first(compiled, cfg) if _has_exchange(gm) else compiled
+
+
+def _has_exchange(gm: fx.GraphModule) -> bool:
+    """The graph plans or makes an exchange of ours, in itself or in the body of an autograd.Function."""
+    modules = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    return any("freescale" in str(n.target) for m in modules for n in m.graph.nodes)
+
+
+def _agreed_first(compiled: Callable[..., Any], cfg: config.Config) -> Callable[..., Any]:
+    """Ranks compare their settings before the first graph with these settings runs for the first time."""
+    settings: dict[str, object] = {f"FREESCALE_{k.upper()}": v for k, v in asdict(cfg).items()}
+    settings["torch"] = torch.__version__
+    key = repr(sorted(settings.items()))
+
+    def run(*args: Any) -> Any:
+        if key not in _agreed:
+            agreement.agree(settings, cfg.timeout)
+            _agreed.add(key)
+        return compiled(*args)
+
+    return run
+
+
+def _prepare() -> None:
+    try:
+        cfg = config.load()
+    except config.ConfigError as error:
+        agreement.post_failure(error)
+        raise
+    changed = compat.apply_dynamo_settings(cfg.dynamic)
+    for name, (before, after) in changed.items():
+        log.info("torch._dynamo: %s was %r, is %r", name, before, after)
+    if "optimize_ddp" in changed:
+        log.info("DDP: Dynamo no longer cuts the graph at DDP's buckets; DDP still averages the gradients")
+    torchrec_tables.teach()
+
+
+_prepare()

@@ -1,0 +1,220 @@
+"""Every private torch API that freescale uses, so that a new torch release breaks this file and no other.
+
+Imports torch alone. `self_test` touches each of them; tests/test_compat.py runs it on every supported version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+__all__ = ["CustomGraphPass", "get_hash_for_files"]
+
+SUPPORTED = ("2.11", "2.12", "2.13")
+
+
+def torch_version() -> str:
+    """Major and minor version, as in "2.13"."""
+    return ".".join(torch.__version__.split("+")[0].split(".")[:2])
+
+
+# ---- distributed ---------------------------------------------------------------------------------------------
+
+
+def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
+    """Make `_c10d_functional.wait_tensor(tensor)` wait for `work`."""
+    torch._C._distributed_c10d._register_work(tensor, work)
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def devices_of_group(group: dist.ProcessGroup) -> tuple[str, ...]:
+    """Device types that the group can send from, as ("cpu", "cuda")."""
+    return tuple(d.type for d in group._device_types)
+
+
+# ---- Dynamo --------------------------------------------------------------------------------------------------
+
+
+def dynamo_settings(dynamic: bool) -> dict[str, Any]:
+    """What Dynamo must be told so that a TorchRec model becomes one graph, as {attribute: value}."""
+    settings: dict[str, Any] = {
+        "capture_scalar_outputs": True,  # sizes that depend on the batch stay in the graph
+        "skip_torchrec": False,  # trace into TorchRec's modules
+        "force_unspec_int_unbacked_size_like_on_torchrec_kjt": True,  # lengths per key are not constants
+        "optimize_ddp": False,  # no cut of the graph at DDP's buckets
+    }
+    if dynamic:
+        settings["assume_static_by_default"] = False
+    return settings
+
+
+def apply_dynamo_settings(dynamic: bool) -> dict[str, tuple[Any, Any]]:
+    """Set them; return what changed as {name: (before, after)}."""
+    import torch._dynamo.config as dynamo
+    import torch.fx.experimental._config as shapes
+
+    changed: dict[str, tuple[Any, Any]] = {}
+    wanted: list[tuple[Any, str, Any]] = [(dynamo, k, v) for k, v in dynamo_settings(dynamic).items()]
+    if dynamic:
+        wanted.append((shapes, "backed_size_oblivious", True))  # sizes 0 and 1 do not make a graph of their own
+    for module, name, value in wanted:
+        before = getattr(module, name)
+        if before != value:
+            setattr(module, name, value)
+            changed[name] = (before, value)
+    return changed
+
+
+def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo runs `fn` while it traces and takes the result as a constant."""
+    return torch._dynamo.assume_constant_result(fn)
+
+
+def mark_static(tensor: torch.Tensor) -> torch.Tensor:
+    """A graph input whose shape is part of the graph. (torch._dynamo.mark_static does nothing while tracing.)"""
+    tensor._dynamo_static_indices = set(range(tensor.dim()))  # type: ignore[attr-defined]
+    return tensor
+
+
+def current_compile_id() -> str:
+    """Frame and compilation, as "3/1"; a second number above 0 is a recompilation of that frame."""
+    current = torch._guards.CompileContext.current_compile_id()
+    return str(current) if current is not None else "?/0"
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """A file in tlparse's report (TORCH_TRACE)."""
+    torch._logging.trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
+    )
+
+
+# ---- Inductor ------------------------------------------------------------------------------------------------
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass
+) -> Callable[..., Any]:
+    """Compile; `post_pass` sees the post-grad graphs of the forward and of the lazily compiled backward."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, inputs, config_patches=_patches(post_pass))  # type: ignore[return-value]
+
+
+def compile_with_interpreter(
+    gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass
+) -> Callable[..., Any]:
+    """The same graphs and the same passes as `compile_with_inductor`, but run node by node by torch itself."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, inputs, inner_compile=_interpret, config_patches=_patches(post_pass))  # type: ignore
+
+
+def _patches(post_pass: CustomGraphPass) -> dict[str, Any]:
+    import torch._inductor.config as config
+
+    theirs = config.post_grad_custom_post_pass
+    if theirs is not None and type(theirs) is not type(post_pass):
+        post_pass = _Chain(theirs, post_pass)
+    return {"post_grad_custom_post_pass": post_pass}
+
+
+class _Chain(CustomGraphPass):
+    """A pass that the user had already set, then ours."""
+
+    def __init__(self, theirs: Any, ours: CustomGraphPass) -> None:
+        self.passes = [*theirs, ours] if isinstance(theirs, (list, tuple)) else [theirs, ours]
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for p in self.passes:
+            p(graph)
+
+    def uuid(self) -> Any:
+        ids = [p.uuid() if hasattr(p, "uuid") else None for p in self.passes]
+        return None if None in ids else repr(ids)
+
+
+def _interpret(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[[list[Any]], Any]:
+    """An `inner_compile` that ends after the post-grad passes."""
+    from torch._inductor.compile_fx import _recursive_post_grad_passes
+    from torch._inductor.virtualized import V
+
+    with torch.utils._python_dispatch._disable_current_modes(), V.set_fake_mode(detect_fake_mode(gm)):
+        _recursive_post_grad_passes(gm, is_inference=kwargs.get("is_inference", False))
+    gm.recompile()
+
+    def run(args: list[Any]) -> Any:
+        owned = list(args)
+        args.clear()  # boxed call: the caller's references end here, so memory is freed as it would be
+        return fx.Interpreter(gm).boxed_run(owned)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def detect_fake_mode(gm: fx.GraphModule) -> Any:
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    return torch._guards.detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+
+
+def register_launch_lowering(op: Any) -> None:
+    """Lower an asynchronous all-to-all so that Inductor keeps its input until the wait.
+
+    A plain fallback would let Inductor reuse the send buffer while it is being sent.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    @register_lowering(op, type_promotion_kind=None)
+    def _lower(x: Any, *args: Any) -> Any:
+        kernel = ir._CollectiveKernel.create_out_of_place(op.default, ir.ExternKernel.require_contiguous(x), *args)
+        return ir.TensorBox.create(kernel)
+
+
+@contextlib.contextmanager
+def fresh_caches() -> Iterator[None]:
+    """No compiled code is taken from, or left in, torch's caches."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        yield
+
+
+def self_test() -> None:
+    """Raise if a private API that we use is gone. Cheap, needs no process group."""
+    import torch._dynamo.config as dynamo
+    import torch.fx.experimental._config as shapes
+    from torch._inductor import config, ir
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx  # noqa: F401
+    from torch._inductor.utils import fresh_cache  # noqa: F401
+
+    if torch_version() not in SUPPORTED:
+        raise RuntimeError(f"freescale knows torch {', '.join(SUPPORTED)}; this is {torch.__version__}")
+    for name in dynamo_settings(True):
+        getattr(dynamo, name)
+    assert hasattr(shapes, "backed_size_oblivious")
+    assert hasattr(config, "post_grad_custom_post_pass")
+    assert hasattr(ir._CollectiveKernel, "create_out_of_place")
+    assert hasattr(torch._C._distributed_c10d, "_register_work")
+    assert hasattr(dist.distributed_c10d, "_resolve_process_group")
+    assert hasattr(dist.distributed_c10d, "_get_default_store")
+    assert hasattr(dist.ProcessGroup, "_device_types")
+    assert callable(torch._dynamo.assume_constant_result)
+    marked = torch.zeros(1)
+    torch._dynamo.mark_static(marked)
+    assert marked._dynamo_static_indices == {0}  # type: ignore[attr-defined]
+    assert callable(torch._logging.trace_structured)
+    torch._guards.CompileContext.current_compile_id()

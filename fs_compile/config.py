@@ -1,0 +1,123 @@
+"""Every setting of freescale, its legal values and its default. The only module that reads the environment.
+
+A field `name` is the variable FREESCALE_NAME and the key "name" of `options=`. An explicit option beats the
+variable, the variable beats the default. A name or a value that is not known is an error that lists the legal ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PREFIX = "FREESCALE_"
+
+# The passes in the order in which they run. A name here is also the module and the function in freescale.passes.
+PASS_NAMES = ("find_exchanges",)
+
+
+class ConfigError(ValueError):
+    """A flag or an option that freescale does not know, or a value that it cannot take."""
+
+
+def _flag(default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"doc": doc, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Config:
+    passes: str = _flag("all", "Passes to run: `all`, `none`, a list `a,b`, or all but some: `-a,-b`")
+    codegen: str = _flag(
+        "inductor",
+        "`eager` runs the same passes on the same graphs and interprets the result without code generation",
+        ("inductor", "eager"),
+    )
+    strict: bool = _flag(False, "What would be a warning (a pass or a table left out) is an error")
+    dynamic: bool = _flag(True, "Batch sizes are symbolic from the first step on, 0 and 1 included")
+    timeout: float = _flag(120.0, "Seconds that a rank waits for the others to agree before it gives up")
+
+    def __post_init__(self) -> None:
+        self.enabled_passes()
+        if not self.timeout > 0:
+            raise ConfigError(f"{PREFIX}TIMEOUT must be more than 0 seconds, found {self.timeout}")
+
+    def enabled_passes(self) -> tuple[str, ...]:
+        """The names of the passes that run, in order."""
+        words = [w.strip() for w in self.passes.split(",") if w.strip()]
+        if words == ["all"]:
+            return PASS_NAMES
+        if words in ([], ["none"]):
+            return ()
+        minus = [w.startswith("-") for w in words]
+        names = [w.lstrip("-") for w in words]
+        for name in names:
+            if name not in PASS_NAMES:
+                raise ConfigError(
+                    f"{PREFIX}PASSES names an unknown pass {name!r}; the passes are {', '.join(PASS_NAMES)}"
+                )
+        if any(minus) and not all(minus):
+            raise ConfigError(f"{PREFIX}PASSES mixes passes to run and passes to leave out: {self.passes!r}")
+        return tuple(p for p in PASS_NAMES if (p in names) != all(minus))
+
+
+FIELDS = {f.name: f for f in dataclasses.fields(Config)}
+
+
+def _parse(name: str, value: Any, label: str) -> Any:
+    f, default = FIELDS[name], FIELDS[name].default
+    choices = f.metadata["choices"]
+    if isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+        known = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+        if str(value).lower() not in known:
+            raise ConfigError(f"{label} must be 1 or 0, found {value!r}")
+        return known[str(value).lower()]
+    if isinstance(default, float):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{label} must be a number, found {value!r}") from None
+    if isinstance(value, (list, tuple)):
+        value = ",".join(map(str, value))
+    if not isinstance(value, str):
+        raise ConfigError(f"{label} must be text, found {value!r}")
+    if choices and value not in choices:
+        raise ConfigError(f"{label} must be one of {', '.join(choices)}, found {value!r}")
+    return value
+
+
+def _unknown(kind: str, name: str, legal: list[str]) -> ConfigError:
+    near = difflib.get_close_matches(name, legal, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return ConfigError(f"{name} is not {kind} of freescale.{hint} Known: {', '.join(legal)}")
+
+
+def load(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration from the environment and explicit options."""
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    flags = {PREFIX + name.upper(): name for name in FIELDS}
+    for variable, text in environ.items():
+        if variable.startswith(PREFIX):
+            if variable not in flags:
+                raise _unknown("a flag", variable, sorted(flags))
+            values[flags[variable]] = _parse(flags[variable], text, variable)
+    for name, value in (options or {}).items():
+        if name not in FIELDS:
+            raise _unknown("an option", name, sorted(FIELDS))
+        values[name] = _parse(name, value, f"option {name!r}")
+    return Config(**values)
+
+
+def markdown_table() -> str:
+    """The README's table of flags; a test compares the two."""
+    lines = ["| flag | default | meaning |", "|---|---|---|"]
+    for name, f in FIELDS.items():
+        default = int(f.default) if isinstance(f.default, bool) else f.default
+        values = f" ({' or '.join(f.metadata['choices'])})" if f.metadata["choices"] else ""
+        lines.append(f"| `{PREFIX}{name.upper()}` | `{default}` | {f.metadata['doc']}{values} |")
+    return "\n".join(lines)

@@ -1,0 +1,112 @@
+"""Runs the passes on one post-grad graph: order, toggling, lint, timing, one log line, one artifact each.
+
+The driver is what Inductor calls, for the forward and for the backward graph. On a hit in torch's caches it does
+not run, so it has no effect but on the graph, and its `uuid` covers our sources and the configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+
+from torch import fx
+
+import freescale.kernels
+import freescale.passes
+import freescale.runtime
+from freescale import compat
+from freescale.config import Config
+from freescale.passes.facts import CannotApply, exchanges
+from freescale.passes.graph_text import graph_text
+
+log = logging.getLogger(__name__)
+
+Observer = Callable[[str, str, fx.Graph], None]
+
+
+@dataclass
+class Report:
+    """What the passes did in this process."""
+
+    seconds: float = 0.0
+    graphs: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
+    exchanges: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
+    refused: list[str] = field(default_factory=list)
+
+
+REPORT = Report()
+_observers: list[Observer] = []
+_said: set[str] = set()
+
+
+def observe(observer: Observer) -> Callable[[], None]:
+    """Call `observer(direction, pass name, graph)` after each pass, and with the name "before" before the first.
+
+    Returns a function that ends it. The graph is the live one: look, do not touch.
+    """
+    _observers.append(observer)
+    return lambda: _observers.remove(observer)
+
+
+@cache
+def _source_hash() -> str:
+    """Of every source file of the package: passes, ops and the lowerings they rely on."""
+    files = []
+    for package in (freescale, freescale.passes, freescale.kernels, freescale.runtime):
+        files += sorted(str(f) for f in Path(package.__path__[0]).glob("*.py"))
+    return str(compat.get_hash_for_files(tuple(files)))
+
+
+class Driver(compat.CustomGraphPass):
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+
+    def uuid(self) -> str:
+        return f"{_source_hash()} {sorted(asdict(self.cfg).items())}"
+
+    def __call__(self, graph: fx.Graph) -> None:
+        gm = graph.owning_module
+        way = direction(graph)
+        REPORT.graphs[way] += 1
+        self._tell(way, "before", graph)
+        enabled = self.cfg.enabled_passes()
+        for name, apply in freescale.passes.PASSES:
+            if name in enabled:
+                start = time.perf_counter()
+                sites = self._run(name, apply, gm)
+                spent = time.perf_counter() - start
+                REPORT.seconds += spent
+                log.info("%s %s: %d sites, %.1f ms", way, name, sites, spent * 1e3)
+                self._tell(way, name, gm.graph)
+        REPORT.exchanges[way] += len(exchanges(graph))
+
+    def _run(self, name: str, apply: freescale.passes.Pass, gm: fx.GraphModule) -> int:
+        try:
+            sites = apply(gm, self.cfg)
+        except CannotApply as why:
+            if self.cfg.strict:
+                raise
+            message = f"{name} does not apply: {why}"
+            REPORT.refused.append(message)
+            if message not in _said:
+                _said.add(message)
+                log.warning(message)
+            return 0
+        gm.graph.lint()
+        gm.recompile()
+        return sites
+
+    def _tell(self, way: str, name: str, graph: fx.Graph) -> None:
+        compat.trace_artifact(f"freescale_{way}_{name}", lambda: graph_text(graph))
+        for observer in list(_observers):
+            observer(way, name, graph)
+
+
+def direction(graph: fx.Graph) -> str:
+    """AOTAutograd names the gradients that come into a backward graph `tangents_*`."""
+    backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
+    return "backward" if backward else "forward"

@@ -1,0 +1,50 @@
+"""Names for the sharded tables of this process, so that an op can find the optimizer of the rows it updates.
+
+An op's arguments are tensors, numbers and text. Learning rate, optimizer state and FBGEMM's module are none of
+these, and they change without a recompilation; the op therefore carries a name, and the name leads here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+
+class Table(Protocol):
+    """The rows of one exchange that this rank owns."""
+
+    weight: torch.Tensor  # [rows, dim], the storage itself
+
+    def apply_update(self, weight: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor) -> None:
+        """One optimizer step. `grads[i]` is the whole gradient of `weight[rows[i]]`; rows are unique, ascending."""
+
+    def describe(self, feature: int) -> str:
+        """Feature and table in words, for errors."""
+
+
+_tables: WeakValueDictionary[str, Table] = WeakValueDictionary()
+
+
+def register(table: Table, wish: str) -> str:
+    """Give `table` a name near `wish`, free among the tables that are alive."""
+    name, n = wish, 1
+    while name in _tables:
+        n += 1
+        name = f"{wish}#{n}"
+    _tables[name] = table
+    return name
+
+
+def find(name: str) -> Table:
+    try:
+        return _tables[name]
+    except KeyError:
+        raise RuntimeError(
+            f"freescale: no table is called {name!r} any more: the model that this graph was compiled for is gone"
+        ) from None
+
+
+def names() -> list[str]:
+    return sorted(_tables)

@@ -1,0 +1,15 @@
+"""Graph passes, each a pure function `(GraphModule, Config) -> number of sites`, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from freescale.config import PASS_NAMES, Config
+from freescale.passes.find_exchanges import find_exchanges
+
+Pass = Callable[[fx.GraphModule, Config], int]
+
+_BY_NAME: dict[str, Pass] = {"find_exchanges": find_exchanges}
+PASSES: tuple[tuple[str, Pass], ...] = tuple((name, _BY_NAME[name]) for name in PASS_NAMES)

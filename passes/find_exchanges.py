@@ -1,0 +1,158 @@
+"""Mark every embedding all-to-all of a graph.
+
+Needs:    a post-grad graph, forward or backward.
+Promises: the graph is unchanged but for `meta["freescale"]` on the node that starts an exchange.
+Marks:    the dialect's `exchange_forward` and `exchange_backward`, and a plain `_c10d_functional.all_to_all_single`
+          whose input was looked up in a table (rows) or whose result goes into a table's gradient or update
+          (gradients).
+Leaves:   integer all-to-alls (ids, lengths), and those whose data comes out of compute and goes into compute:
+          expert parallelism, sequence parallelism (Ulysses).
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+
+import torch
+from torch import fx
+
+from freescale.config import Config
+from freescale.passes.facts import KEY, Exchange, argument, composite_of, first_user, size_in_bytes
+
+log = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+# Ops that hand values on: the same numbers, moved, cast or joined.
+MOVES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.cat.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+    operator.getitem,
+}
+# Scaling on the way, as in a gradient's division by the world size.
+SCALES = {aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar}
+GATHERS = {aten.index.Tensor, aten.index_select.default}
+SCATTERS = {aten.index_put.default, aten.index_put_.default, aten.index_add.default, aten.scatter_add.default}
+
+
+def find_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
+    """Return the number of exchanges marked."""
+    found = [x for n in gm.graph.nodes if (x := _exchange(n)) is not None]
+    for x in found:
+        x.launch.meta[KEY] = x
+    return len(found)
+
+
+def _exchange(node: fx.Node) -> Exchange | None:
+    op = composite_of(node)
+    if op is torch.ops.freescale.exchange_forward.default:
+        return Exchange("composite", "rows", size_in_bytes(node.meta["val"]), node, node, first_user(node))
+    if op is torch.ops.freescale.exchange_backward.default:
+        dim = argument(node, "grad").meta["val"][0]
+        rows = argument(node, "own_order").meta["val"]
+        received = size_in_bytes(dim) * size_in_bytes(rows) / rows.element_size()
+        return Exchange("composite", "gradients", received, node, node, first_user(node))
+    if node.target is c10d.all_to_all_single.default:
+        return _plain(node)
+    return None
+
+
+def _plain(node: fx.Node) -> Exchange | None:
+    value = node.meta["val"]
+    if not value.dtype.is_floating_point:
+        return None
+    wait = node
+    while (after := next((u for u in wait.users if u.target is c10d.wait_tensor.default), None)) is not None:
+        wait = after  # a wait of a wait happens
+    if _comes_from_lookup(node.args[0]):
+        way = "rows"
+    elif _goes_to_update(wait):
+        way = "gradients"
+    else:
+        log.debug("%s is no embedding exchange: its data is neither looked up nor goes into a table", node.name)
+        return None
+    return Exchange("plain", way, size_in_bytes(value), node, wait, first_user(wait))
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target)
+
+
+def _is_lookup(node: fx.Node) -> bool:
+    if node.target is aten.embedding.default:
+        return True
+    if _name(node).startswith("fbgemm.") and "embedding" in _name(node) and "forward" in _name(node):
+        return True
+    return node.target in GATHERS and _is_table(node.args[0])
+
+
+def _is_table(node: object) -> bool:
+    """A graph input that came into the step from outside, not a gradient of it and not something computed."""
+    while isinstance(node, fx.Node) and node.target in MOVES:
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.op == "placeholder" and not node.name.startswith("tangents")
+
+
+def _comes_from_lookup(start: object) -> bool:
+    todo, seen = [start], set()
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, fx.Node) or node in seen:
+            continue
+        seen.add(node)
+        if _is_lookup(node):
+            return True
+        if node.target in MOVES:
+            todo += node.all_input_nodes
+    return False
+
+
+def _goes_to_update(start: fx.Node) -> bool:
+    todo, seen = [start], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for user in node.users:
+            if _is_update(user, node):
+                return True
+            if user.target in MOVES or user.target in SCALES:
+                todo.append(user)
+    return False
+
+
+def _is_update(user: fx.Node, of: fx.Node) -> bool:
+    """`user` turns `of` into a table's gradient or applies it to a table."""
+    if user.target is aten.embedding_dense_backward.default or composite_of(user) is not None:
+        return True
+    called = str(user.args[0]) if _name(user).startswith("auto_functionalized") else _name(user)
+    if called.startswith("fbgemm.") and "backward" in called:
+        return True
+    return user.target in SCATTERS and user.args[0] is not of and _ends_outside(user)
+
+
+def _ends_outside(node: fx.Node) -> bool:
+    """The scattered sum leaves the graph as a gradient or goes back into a table: nothing computes with it."""
+    for user in node.users:
+        if user.op == "output" or user.target is aten.copy_.default:
+            continue
+        if user.target not in MOVES | SCALES or not _ends_outside(user):
+            return False
+    return bool(node.users)

@@ -1,0 +1,87 @@
+"""Ranks that would run different programs find out before they exchange anything, and each says so.
+
+Every rank posts what it is about to run in the store of the default process group and reads what the others posted.
+A rank that failed before it got here posts its error instead, so nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from freescale import compat
+
+_KEY = "freescale/agree"
+_generation = 0
+
+
+class Disagreement(RuntimeError):
+    """Ranks with different settings, or a rank that failed or did not come."""
+
+
+def _post(said: dict[str, object]) -> None:
+    key = f"{_KEY}/{_generation}/{dist.get_rank()}"
+    compat.default_store().set(key, json.dumps(said))
+
+
+def post_failure(error: BaseException) -> None:
+    """Tell the others that this rank will not come. Never raises: the error itself is what the user must see."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        try:
+            _post({"error": f"{type(error).__name__}: {error}"})
+        except Exception:  # noqa: BLE001
+            pass
+
+
+def agree(settings: dict[str, object], timeout: float) -> None:
+    """Raise on every rank unless all ranks call this with the same `settings` within `timeout` seconds."""
+    global _generation
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    _post({"settings": settings})
+    said = _read_all(timeout)
+    _generation += 1
+    errors = {rank: s["error"] for rank, s in said.items() if "error" in s}
+    if errors:
+        rank, error = min(errors.items())
+        raise Disagreement(f"freescale: rank {rank} failed before the first step: {error}")
+    _compare({rank: s["settings"] for rank, s in said.items()})  # type: ignore[misc]
+
+
+def _read_all(timeout: float) -> dict[int, dict[str, object]]:
+    """What each rank said; as soon as one says that it failed, that alone is enough."""
+    store, said = compat.default_store(), {}
+    missing = list(range(dist.get_world_size()))
+    end = time.monotonic() + timeout
+    while missing:
+        for rank in list(missing):
+            key = f"{_KEY}/{_generation}/{rank}"
+            if store.check([key]):
+                said[rank] = json.loads(store.get(key))
+                missing.remove(rank)
+                if "error" in said[rank]:
+                    return said
+        if not missing:
+            break
+        if time.monotonic() > end:
+            raise Disagreement(
+                f"freescale: rank {', '.join(map(str, missing[:8]))} did not reach the first compiled step "
+                f"within {timedelta(seconds=timeout)}; the others have (FREESCALE_TIMEOUT sets the limit)"
+            )
+        time.sleep(0.01)
+    return said
+
+
+def _compare(settings: dict[int, dict[str, object]]) -> None:
+    reference = settings[0]
+    for rank in sorted(settings):
+        for name in sorted(reference.keys() | settings[rank].keys()):
+            ours, theirs = reference.get(name), settings[rank].get(name)
+            if ours != theirs:
+                raise Disagreement(
+                    f"freescale: ranks disagree: {name} is {ours!r} on rank 0 and {theirs!r} on rank {rank}; "
+                    "set the same flags and options everywhere"
+                )

@@ -1,0 +1,101 @@
+"""Run a function on several gloo ranks and bring back what each returned.
+
+Ranks come from a forkserver that has torch loaded already, so they start in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+_context = mp.get_context("forkserver")
+_preload = ["torch", "torch.distributed", "torch._inductor.compile_fx", "numpy"]
+HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None and importlib.util.find_spec("fbgemm_gpu") is not None
+if HAS_TORCHREC:
+    _preload += ["torchrec", "torchrec.distributed.embedding", "torchrec.distributed.planner"]
+_context.set_forkserver_preload(_preload)
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the message holds every failed rank's traceback."""
+
+
+def _rank(fn, rank, world, store, timeout, env, pipe, args):
+    os.environ.update({"OMP_NUM_THREADS": "1", **env})
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        )
+        pipe.send((True, fn(*args)))
+    except BaseException as error:  # noqa: BLE001
+        pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+    finally:
+        pipe.close()
+        os._exit(0)  # a rank whose peers are gone must not wait for them at exit
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = 240,
+    env: dict[str, str] | None = None,
+    env_of: dict[int, dict[str, str]] | None = None,
+    expect_errors: bool = False,
+) -> list[Any]:
+    """`fn(*args)` on every rank. With `expect_errors`, each rank's error as text in place of its result."""
+    with tempfile.TemporaryDirectory() as folder:
+        base = {"TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "cache"), **(env or {})}
+        pipes, ranks = [], []
+        for rank in range(world):
+            ours, theirs = _context.Pipe(duplex=False)
+            their_env = {**base, **(env_of or {}).get(rank, {})}
+            p = _context.Process(
+                target=_rank,
+                args=(fn, rank, world, os.path.join(folder, "store"), timeout, their_env, theirs, args),
+                daemon=True,
+            )
+            p.start()
+            theirs.close()
+            pipes.append(ours)
+            ranks.append(p)
+        try:
+            return _collect(pipes, time.monotonic() + timeout, expect_errors)
+        finally:
+            for p in ranks:
+                p.kill()
+                p.join(10)
+
+
+def _collect(pipes, end, expect_errors):
+    results, failures = [], []
+    for rank, pipe in enumerate(pipes):
+        if not pipe.poll(max(0.0, end - time.monotonic())):
+            failures.append((rank, f"rank {rank} did not finish in time"))
+            results.append("did not finish in time")
+            continue
+        try:
+            good, value = pipe.recv()
+        except EOFError:
+            good, value = False, ("died", "the process died without a word")
+        if good:
+            results.append(value)
+        else:
+            results.append(value[0])
+            failures.append((rank, value[1]))
+    if failures and not expect_errors:
+        raise RankFailed("\n".join(f"--- rank {rank}\n{text}" for rank, text in failures))
+    if expect_errors and len(failures) != len(pipes):
+        raise RankFailed(f"expected every rank to raise, found {results}")
+    return results

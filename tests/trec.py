@@ -1,0 +1,142 @@
+"""TorchRec models and batches for the tests: every kind of table in one small collection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+ITEMS, USERS, TAGS, TINY = 97, 41, 23, 3
+
+
+def tables(dim: int = 8) -> list[Any]:
+    from torchrec import EmbeddingConfig
+
+    return [
+        EmbeddingConfig(name="item", num_embeddings=ITEMS, embedding_dim=dim, feature_names=["history", "candidate"]),
+        EmbeddingConfig(name="user", num_embeddings=USERS, embedding_dim=dim, feature_names=["user"]),
+        EmbeddingConfig(name="tag", num_embeddings=TAGS, embedding_dim=dim, feature_names=["tag"]),
+        # a feature that two tables share, and a table smaller than the number of ranks
+        EmbeddingConfig(name="tag2", num_embeddings=TAGS, embedding_dim=dim, feature_names=["tag"]),
+        EmbeddingConfig(name="tiny", num_embeddings=TINY, embedding_dim=dim, feature_names=["tiny"]),
+    ]
+
+
+LAYOUTS = {
+    "row_wise": {"item": "row_wise", "user": "row_wise", "tag": "row_wise", "tag2": "row_wise", "tiny": "row_wise"},
+    "table_wise": {"item": "table_wise", "user": "table_wise", "tag": "table_wise", "tag2": "table_wise", "tiny": "table_wise"},
+    "mixed": {"item": "row_wise", "user": "table_wise", "tag": "data_parallel", "tag2": "row_wise", "tiny": "data_parallel"},
+}
+
+
+class Model(nn.Module):
+    """A collection and a small dense part; every feature reaches the loss."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        from torchrec import EmbeddingCollection
+
+        self.ec = EmbeddingCollection(tables=tables(dim), device=torch.device("cpu"))
+        self.mix = nn.Linear(dim, dim)
+        self.out = nn.Linear(dim, 1)
+
+    def forward(self, features, weight: torch.Tensor) -> torch.Tensor:
+        found = self.ec(features)
+        total = weight.sum() * 0.0
+        for name in ("history", "candidate", "user", "tag@tag", "tag@tag2", "tiny"):
+            values = found[name].values()
+            hidden = torch.tanh(self.mix(values))
+            total = total + (self.out(hidden) * values.sum(1, keepdim=True)).sum()
+        return total / 16.0
+
+
+def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8) -> Any:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.types import ShardingEnv
+
+    torch.manual_seed(0)
+    model = Model(dim)
+    kinds = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+    sharder = EmbeddingCollectionSharder(fused_params={"optimizer": kinds[optimizer], "learning_rate": 0.1, "eps": 1e-8})
+    constraints = {
+        name: ParameterConstraints(
+            sharding_types=[kind], compute_kernels=["dense" if kind == "data_parallel" else "fused"]
+        )
+        for name, kind in LAYOUTS[layout].items()
+    }
+    world = dist.get_world_size()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=world, compute_device="cpu"), constraints=constraints
+    )
+    plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        plan=plan,
+        sharders=[sharder],
+        device=torch.device("cpu"),
+        init_data_parallel=ddp,
+    )
+
+
+def batch(step: int, rank: int, eager: bool = False, samples: int | None = None) -> tuple[Any, torch.Tensor]:
+    """Random lengths, empty histories; now and then a rank without samples, and one with all-empty histories.
+
+    Eager TorchRec cannot take a rank without samples; it gets one sample without a single id, which is the same.
+    """
+    from torchrec import KeyedJaggedTensor
+
+    g = torch.Generator().manual_seed(1000 * step + rank)
+    if samples is None:
+        samples = int(torch.randint(1, 6, (1,), generator=g))
+        if step % 7 == 3 and rank == step % 2:
+            samples = 0
+    lengths = torch.randint(0, 7, (samples,), generator=g) * (torch.rand(samples, generator=g) > 0.2)
+    if step % 5 == 4:
+        lengths = torch.zeros_like(lengths)
+    ones = torch.ones(samples, dtype=torch.int64)
+    tags = torch.randint(0, 3, (samples,), generator=g)
+    sizes = [(lengths, ITEMS), (ones, ITEMS), (ones, USERS), (tags, TAGS), (ones, TINY)]
+    values = [torch.randint(0, size, (int(n.sum()),), generator=g) for n, size in sizes]
+    if eager and samples == 0:
+        sizes = [(torch.zeros(1, dtype=torch.int64), size) for _, size in sizes]
+    kjt = KeyedJaggedTensor(
+        keys=["history", "candidate", "user", "tag", "tiny"],
+        values=torch.cat(values),
+        lengths=torch.cat([n for n, _ in sizes]),
+    )
+    return kjt, torch.rand(samples, generator=g)
+
+
+def snapshot(model: Any) -> dict[str, torch.Tensor]:
+    """Every dense parameter and every local table row."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    found = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, ShardedTensor):
+            for i, shard in enumerate(value.local_shards()):
+                found[f"{name}/{i}"] = shard.tensor.detach().clone()
+        else:
+            found[name] = value.detach().clone()
+    return found
+
+
+def train(model: Any, run: Any, steps: int, first: int = 0) -> list[float]:
+    """`steps` plain steps of `run`, which is the model itself (eager) or compiled from it."""
+    dense = [p for n, p in model.named_parameters() if not hasattr(p, "_in_backward_optimizers")]
+    optimizer = torch.optim.SGD(dense, lr=0.05)
+    losses = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad(set_to_none=False)
+        loss = run(*batch(step, dist.get_rank(), eager=run is model))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
