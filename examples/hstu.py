@@ -2,7 +2,7 @@
 
 The model follows "Actions Speak Louder than Words" (Zhai et al., 2024): blocks of pointwise SiLU attention
 with a relative position bias and a gate.  Nothing in it is padded: histories stay concatenated as one
-``[N, dim]`` tensor with an ``offsets`` tensor of ``B + 1`` starts, so ``N`` and ``B`` change at every step and
+``[N, dim]`` tensor with ``B + 1`` ``offsets``, so ``N`` and ``B`` change at every step and
 either may be zero.
 
 Two parts depend on the values of ``offsets`` and are therefore opaque custom operators to the compiler:
@@ -19,6 +19,7 @@ form.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ QUERY_ROWS = 256
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:
     """The (start, end) of every non-empty sequence; reads ``offsets`` to the host once."""
     bounds = offsets.tolist()
-    return [(start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True) if end > start]
+    return [(start, end) for start, end in pairwise(bounds) if end > start]
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:
@@ -146,9 +147,7 @@ def _attention_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _attention.register_autograd(_attention_grad, setup_context=_attention_setup)
 
 
-def hstu_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float
-) -> Tensor:
+def hstu_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float) -> Tensor:
     """Causal pointwise SiLU attention within each jagged sequence.
 
     For position i of a sequence of length n, ``out_i`` is the sum over j <= i of

@@ -1,7 +1,7 @@
 """The entry point behind `torch.compile(model, backend="freescale")`.
 
-Importing this module, which torch does when the backend's name is first used, prepares Dynamo and teaches TorchRec's
-sharded collections a forward that can be traced. Nothing else is needed from the user.
+Importing this module, which torch does when the backend's name is first used, prepares Dynamo and teaches
+TorchRec's sharded collections a forward that can be traced. Nothing else is needed from the user.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ _agreed: set[str] = set()
 
 
 def freescale(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None = None, mode: str | None = None
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph."""
     try:
         if mode not in (None, "default"):
-            raise config.ConfigError(f"backend freescale takes options={{...}} but no mode, found mode={mode!r}")
+            raise config.ConfigError(
+                f"backend freescale takes options={{...}} but no mode, found mode={mode!r}"
+            )
         cfg = config.load(options)
         torchrec_tables.raise_if_refused(cfg)
         frame = compat.current_compile_id().split("/")[0]

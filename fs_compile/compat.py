@@ -1,6 +1,7 @@
 """Every private torch API that freescale uses, so that a new torch release breaks this file and no other.
 
-Imports torch alone. `self_test` touches each of them; tests/test_compat.py runs it on every supported version.
+Imports torch alone. `self_test` touches each of them; tests/test_compat.py runs it on every version that we
+support.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def torch_version() -> str:
     return ".".join(torch.__version__.split("+")[0].split(".")[:2])
 
 
-# ---- distributed ---------------------------------------------------------------------------------------------
+# ---- distributed -------------------------------------------------------------------------------------------
 
 
 def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
@@ -33,7 +34,7 @@ def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def default_store() -> dist.Store:
@@ -45,20 +46,32 @@ def devices_of_group(group: dist.ProcessGroup) -> tuple[str, ...]:
     return tuple(d.type for d in group._device_types)
 
 
-# ---- Dynamo --------------------------------------------------------------------------------------------------
+# ---- Dynamo ------------------------------------------------------------------------------------------------
 
 
 def dynamo_settings(dynamic: bool) -> dict[str, Any]:
     """What Dynamo must be told so that a TorchRec model becomes one graph, as {attribute: value}."""
     settings: dict[str, Any] = {
         "capture_scalar_outputs": True,  # sizes that depend on the batch stay in the graph
+        "capture_dynamic_output_shape_ops": True,  # and so do ops whose output sizes do (plan_now)
         "skip_torchrec": False,  # trace into TorchRec's modules
         "force_unspec_int_unbacked_size_like_on_torchrec_kjt": True,  # lengths per key are not constants
         "optimize_ddp": False,  # no cut of the graph at DDP's buckets
     }
     if dynamic:
         settings["assume_static_by_default"] = False
+        settings["specialize_float"] = True  # else LayerNorm.eps and the like become inputs
     return settings
+
+
+def shape_settings(dynamic: bool) -> dict[str, Any]:
+    """The same for symbolic shapes."""
+    if not dynamic:
+        return {}
+    return {
+        "backed_size_oblivious": True,  # sizes 0 and 1 do not make a graph of their own
+        "use_duck_shape": False,  # nor do two sizes that are equal by chance in the first batch
+    }
 
 
 def apply_dynamo_settings(dynamic: bool) -> dict[str, tuple[Any, Any]]:
@@ -67,9 +80,8 @@ def apply_dynamo_settings(dynamic: bool) -> dict[str, tuple[Any, Any]]:
     import torch.fx.experimental._config as shapes
 
     changed: dict[str, tuple[Any, Any]] = {}
-    wanted: list[tuple[Any, str, Any]] = [(dynamo, k, v) for k, v in dynamo_settings(dynamic).items()]
-    if dynamic:
-        wanted.append((shapes, "backed_size_oblivious", True))  # sizes 0 and 1 do not make a graph of their own
+    wanted = [(dynamo, k, v) for k, v in dynamo_settings(dynamic).items()]
+    wanted += [(shapes, k, v) for k, v in shape_settings(dynamic).items()]
     for module, name, value in wanted:
         before = getattr(module, name)
         if before != value:
@@ -84,7 +96,7 @@ def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark_static(tensor: torch.Tensor) -> torch.Tensor:
-    """A graph input whose shape is part of the graph. (torch._dynamo.mark_static does nothing while tracing.)"""
+    """A graph input whose shape is part of the graph. (torch._dynamo.mark_static does nothing in a trace.)"""
     tensor._dynamo_static_indices = set(range(tensor.dim()))  # type: ignore[attr-defined]
     return tensor
 
@@ -102,7 +114,7 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     )
 
 
-# ---- Inductor ------------------------------------------------------------------------------------------------
+# ---- Inductor ----------------------------------------------------------------------------------------------
 
 
 def compile_with_inductor(
@@ -117,7 +129,7 @@ def compile_with_inductor(
 def compile_with_interpreter(
     gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass
 ) -> Callable[..., Any]:
-    """The same graphs and the same passes as `compile_with_inductor`, but run node by node by torch itself."""
+    """The same graphs and passes as with `compile_with_inductor`, but run node by node by torch itself."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, inputs, inner_compile=_interpret, config_patches=_patches(post_pass))  # type: ignore
@@ -180,7 +192,8 @@ def register_launch_lowering(op: Any) -> None:
 
     @register_lowering(op, type_promotion_kind=None)
     def _lower(x: Any, *args: Any) -> Any:
-        kernel = ir._CollectiveKernel.create_out_of_place(op.default, ir.ExternKernel.require_contiguous(x), *args)
+        sent: Any = ir.ExternKernel.require_contiguous(x)
+        kernel: Any = ir._CollectiveKernel.create_out_of_place(op.default, sent, *args)
         return ir.TensorBox.create(kernel)
 
 
@@ -205,7 +218,8 @@ def self_test() -> None:
         raise RuntimeError(f"freescale knows torch {', '.join(SUPPORTED)}; this is {torch.__version__}")
     for name in dynamo_settings(True):
         getattr(dynamo, name)
-    assert hasattr(shapes, "backed_size_oblivious")
+    for name in shape_settings(True):
+        getattr(shapes, name)
     assert hasattr(config, "post_grad_custom_post_pass")
     assert hasattr(ir._CollectiveKernel, "create_out_of_place")
     assert hasattr(torch._C._distributed_c10d, "_register_work")

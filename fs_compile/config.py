@@ -1,7 +1,8 @@
 """Every setting of freescale, its legal values and its default. The only module that reads the environment.
 
 A field `name` is the variable FREESCALE_NAME and the key "name" of `options=`. An explicit option beats the
-variable, the variable beats the default. A name or a value that is not known is an error that lists the legal ones.
+variable, the variable beats the default. A name or a value that is not known is an error that lists the legal
+ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 PREFIX = "FREESCALE_"
 
-# The passes in the order in which they run. A name here is also the module and the function in freescale.passes.
+# The passes in the order in which they run. A name here is also the module and the function in
+# freescale.passes.
 PASS_NAMES = ("find_exchanges",)
 
 

@@ -1,7 +1,7 @@
 """Runs the passes on one post-grad graph: order, toggling, lint, timing, one log line, one artifact each.
 
-The driver is what Inductor calls, for the forward and for the backward graph. On a hit in torch's caches it does
-not run, so it has no effect but on the graph, and its `uuid` covers our sources and the configuration.
+The driver is what Inductor calls, for the forward and for the backward graph. On a hit in torch's caches it
+does not run, so it has no effect but on the graph, and its `uuid` covers our sources and the configuration.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 from torch import fx
 
@@ -44,7 +45,7 @@ _said: set[str] = set()
 
 
 def observe(observer: Observer) -> Callable[[], None]:
-    """Call `observer(direction, pass name, graph)` after each pass, and with the name "before" before the first.
+    """Call `observer(direction, pass name, graph)` after each pass, with the name "before" before the first.
 
     Returns a function that ends it. The graph is the live one: look, do not touch.
     """
@@ -69,7 +70,7 @@ class Driver(compat.CustomGraphPass):
         return f"{_source_hash()} {sorted(asdict(self.cfg).items())}"
 
     def __call__(self, graph: fx.Graph) -> None:
-        gm = graph.owning_module
+        gm = cast(fx.GraphModule, graph.owning_module)
         way = direction(graph)
         REPORT.graphs[way] += 1
         self._tell(way, "before", graph)

@@ -1,4 +1,4 @@
-"""Plans: who sends which row to whom, and in which order duplicates are summed. Pure functions on CPU tensors.
+"""Plans: who sends which row to whom, in which order duplicates are summed. Pure functions on CPU tensors.
 
 Every row that this exchange serves has a *key*: owners one after the other, each owner's rows in their order.
 So sorting keys groups them by owner, and a key minus its owner's first key is the row in the owner's shard.
@@ -57,7 +57,7 @@ def table_firsts(table_rows: Sequence[int]) -> list[int]:
 
 
 class Groups(NamedTuple):
-    """Equal values brought together, each group in its original order (the order in which duplicates are summed)."""
+    """Equal values brought together, each group in its original order (duplicates are summed in it)."""
 
     values: torch.Tensor  # [u] distinct, ascending
     order: torch.Tensor  # [n] positions, group after group

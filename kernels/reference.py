@@ -97,14 +97,15 @@ def _exchange_counts(
     _all_to_all_cpu(heard, asked.contiguous(), [1] * world, [1] * world, group)
     for rank, (_, feature, value) in enumerate(heard.tolist()):
         if feature >= 0:
-            raise IndexError(f"freescale: rank {rank}: id {value} is outside {tables.find(table).describe(feature)}")
+            where = tables.find(table).describe(feature)
+            raise IndexError(f"freescale: rank {rank}: id {value} is outside {where}")
     return heard[:, 0].contiguous()
 
 
 def _all_to_all_cpu(
     out: torch.Tensor, x: torch.Tensor, recv: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
 ) -> None:
-    """All-to-all of small CPU tensors over any group; a group without CPU transport sends them from its device."""
+    """All-to-all of small CPU tensors over any group; one without CPU transport sends from its device."""
     devices = compat.devices_of_group(group)
     if "cpu" in devices:
         dist.all_to_all_single(out, x, list(recv), list(send), group=group)
@@ -114,5 +115,14 @@ def _all_to_all_cpu(
     out.copy_(there)
 
 
-for _fn in (exchange_forward, exchange_backward, all_to_all_launch, sum_rows, update_, plan_now, checked_rows):
-    lib.impl(_fn.__name__, _fn, "CompositeExplicitAutograd")
+for _fn in (
+    exchange_forward,
+    exchange_backward,
+    all_to_all_launch,
+    sum_rows,
+    update_,
+    plan_now,
+    checked_rows,
+):
+    # disable: where a user's graph breaks, Dynamo must not try to compile the inside of an op
+    lib.impl(_fn.__name__, torch.compiler.disable(_fn), "CompositeExplicitAutograd")

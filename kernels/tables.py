@@ -1,7 +1,7 @@
 """Names for the sharded tables of this process, so that an op can find the optimizer of the rows it updates.
 
-An op's arguments are tensors, numbers and text. Learning rate, optimizer state and FBGEMM's module are none of
-these, and they change without a recompilation; the op therefore carries a name, and the name leads here.
+An op's arguments are tensors, numbers and text. Learning rate, optimizer state and FBGEMM's module are none
+of these, and they change without a recompilation; the op therefore carries a name, and the name leads here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Table(Protocol):
     weight: torch.Tensor  # [rows, dim], the storage itself
 
     def apply_update(self, weight: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """One optimizer step. `grads[i]` is the whole gradient of `weight[rows[i]]`; rows are unique, ascending."""
+        """One optimizer step. `grads[i]` is all the gradient of `weight[rows[i]]`; rows unique, ascending."""
 
     def describe(self, feature: int) -> str:
         """Feature and table in words, for errors."""
@@ -42,7 +42,8 @@ def find(name: str) -> Table:
         return _tables[name]
     except KeyError:
         raise RuntimeError(
-            f"freescale: no table is called {name!r} any more: the model that this graph was compiled for is gone"
+            f"freescale: no table is called {name!r} any more: "
+            "the model that this graph was compiled for is gone"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Graph passes, each a pure function `(GraphModule, Config) -> number of sites`, in the order in which they run."""
+"""Graph passes, each a pure function `(GraphModule, Config) -> number of sites`, in the order of running."""
 
 from __future__ import annotations
 

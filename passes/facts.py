@@ -42,7 +42,7 @@ def exchanges(graph: fx.Graph) -> list[Exchange]:
 
 
 def composite_of(node: fx.Node) -> Any:
-    """The freescale op that a node calls, seen through functionalization of in-place ops; None for other nodes."""
+    """The freescale op that a node calls, seen through functionalization of in-place ops; None for others."""
     if node.op != "call_function":
         return None
     target: Any = node.target
@@ -52,9 +52,10 @@ def composite_of(node: fx.Node) -> Any:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument `name` of a freescale op, functionalized or not; of an in-place one, the tensor that it changes."""
-    op = composite_of(node)
-    if node.target is op:
+    """The argument `name` of a freescale op, functionalized or not; of an in-place one, what it changes."""
+    op: Any = composite_of(node)
+    target: Any = node.target
+    if target is op:
         names = [a.name for a in op._schema.arguments]
         position = names.index(name)
         return node.args[position] if position < len(node.args) else node.kwargs[name]

@@ -2,9 +2,9 @@
 
 Needs:    a post-grad graph, forward or backward.
 Promises: the graph is unchanged but for `meta["freescale"]` on the node that starts an exchange.
-Marks:    the dialect's `exchange_forward` and `exchange_backward`, and a plain `_c10d_functional.all_to_all_single`
-          whose input was looked up in a table (rows) or whose result goes into a table's gradient or update
-          (gradients).
+Marks:    the dialect's `exchange_forward` and `exchange_backward`, and a plain
+          `_c10d_functional.all_to_all_single` whose input was looked up in a table (rows) or whose result
+          goes into a table's gradient or update (gradients).
 Leaves:   integer all-to-alls (ids, lengths), and those whose data comes out of compute and goes into compute:
           expert parallelism, sequence parallelism (Ulysses).
 """
@@ -45,10 +45,17 @@ MOVES = {
     torch.ops.prims.convert_element_type.default,
     operator.getitem,
 }
-# Scaling on the way, as in a gradient's division by the world size.
-SCALES = {aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar}
+# Scaling and masking on the way, as in a gradient's division by the world size or its zeros for padding.
+SCALES = {aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.where.self}
 GATHERS = {aten.index.Tensor, aten.index_select.default}
-SCATTERS = {aten.index_put.default, aten.index_put_.default, aten.index_add.default, aten.scatter_add.default}
+SCATTERS = {
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._unsafe_index_put.default,  # what Inductor makes of embedding_dense_backward, until torch 2.12
+    aten._unsafe_masked_index_put_accumulate.default,  # and since 2.13
+    aten.index_add.default,
+    aten.scatter_add.default,
+}
 
 
 def find_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
@@ -85,19 +92,23 @@ def _plain(node: fx.Node) -> Exchange | None:
     elif _goes_to_update(wait):
         way = "gradients"
     else:
-        log.debug("%s is no embedding exchange: its data is neither looked up nor goes into a table", node.name)
+        why = "its data is neither looked up nor goes into a table"
+        log.debug("%s is no embedding exchange: %s", node.name, why)
         return None
     return Exchange("plain", way, size_in_bytes(value), node, wait, first_user(wait))
 
 
-def _name(node: fx.Node) -> str:
-    return str(node.target)
+def _called(node: fx.Node) -> str:
+    """The name of the op that a node calls, seen through functionalization of in-place ops."""
+    target = str(node.target)
+    return str(node.args[0]) if target.startswith("auto_functionalized") else target
 
 
 def _is_lookup(node: fx.Node) -> bool:
     if node.target is aten.embedding.default:
         return True
-    if _name(node).startswith("fbgemm.") and "embedding" in _name(node) and "forward" in _name(node):
+    called = _called(node)
+    if called.startswith("fbgemm.") and "embedding" in called and "forward" in called:
         return True
     return node.target in GATHERS and _is_table(node.args[0])
 
@@ -106,7 +117,14 @@ def _is_table(node: object) -> bool:
     """A graph input that came into the step from outside, not a gradient of it and not something computed."""
     while isinstance(node, fx.Node) and node.target in MOVES:
         node = node.args[0]
-    return isinstance(node, fx.Node) and node.op == "placeholder" and not node.name.startswith("tangents")
+    if not isinstance(node, fx.Node) or node.op != "placeholder" or node.name.startswith("tangents"):
+        return False
+    return _has_fixed_rows(node)
+
+
+def _has_fixed_rows(node: fx.Node) -> bool:
+    """A table's height is part of the graph; that of activations, inputs of the graph too, is the batch's."""
+    return not any(isinstance(s, torch.SymInt) for s in node.meta["val"].shape[:1])
 
 
 def _comes_from_lookup(start: object) -> bool:
@@ -142,17 +160,22 @@ def _is_update(user: fx.Node, of: fx.Node) -> bool:
     """`user` turns `of` into a table's gradient or applies it to a table."""
     if user.target is aten.embedding_dense_backward.default or composite_of(user) is not None:
         return True
-    called = str(user.args[0]) if _name(user).startswith("auto_functionalized") else _name(user)
+    called = _called(user)
     if called.startswith("fbgemm.") and "backward" in called:
         return True
-    return user.target in SCATTERS and user.args[0] is not of and _ends_outside(user)
+    if user.target not in SCATTERS or user.args[0] is of:
+        return False
+    return _has_fixed_rows(user) and _ends_outside(user)
 
 
 def _ends_outside(node: fx.Node) -> bool:
-    """The scattered sum leaves the graph as a gradient or goes back into a table: nothing computes with it."""
+    """The scattered sum leaves the graph as a gradient or goes back into a table: nothing computes with it.
+
+    Other gradients of the same table, from a second lookup, may be added.
+    """
     for user in node.users:
         if user.op == "output" or user.target is aten.copy_.default:
             continue
-        if user.target not in MOVES | SCALES or not _ends_outside(user):
+        if user.target not in MOVES | SCALES | {aten.add.Tensor} or not _ends_outside(user):
             return False
     return bool(node.users)

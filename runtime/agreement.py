@@ -1,7 +1,7 @@
 """Ranks that would run different programs find out before they exchange anything, and each says so.
 
-Every rank posts what it is about to run in the store of the default process group and reads what the others posted.
-A rank that failed before it got here posts its error instead, so nobody waits for it.
+Every rank posts what it is about to run in the store of the default process group and reads what the others
+posted. A rank that failed before it got here posts its error instead, so nobody waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _post(said: dict[str, object]) -> None:
 
 
 def post_failure(error: BaseException) -> None:
-    """Tell the others that this rank will not come. Never raises: the error itself is what the user must see."""
+    """Tell the others that this rank will not come. Never raises: the user must see the error itself."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         try:
             _post({"error": f"{type(error).__name__}: {error}"})

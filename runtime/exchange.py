@@ -1,4 +1,4 @@
-"""An exchange as the model's forward sees it: ids in, embeddings out, gradients applied to the table in backward.
+"""An exchange as the model's forward sees it: ids in, embeddings out, gradients applied in backward.
 
 Everything here is traced by Dynamo: tensors and ops only, no data-dependent Python.
 """
@@ -20,7 +20,7 @@ _ops = torch.ops.freescale
 class Exchange:
     """The rows of one group of tables on one process group.
 
-    `entries` are the (feature, table) pairs that it serves, `table` the optimizer of the rows that this rank owns.
+    `entries` are the (feature, table) pairs that it serves, `table` the optimizer of the rows of this rank.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ExchangeRows(torch.autograd.Function):
 
 
 class ReplicatedRows(torch.autograd.Function):
-    """Lookup in a table that every rank holds whole; its gradient is averaged over the ranks, as DDP would."""
+    """Lookup in a table that every rank holds whole; its gradient is averaged over the ranks, as by DDP."""
 
     @staticmethod
     def forward(ctx: Any, flat, dim, rows, world, group_name):  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""A torch-only sharded table, for where FBGEMM has no build. Same optimizer formulas as FBGEMM's exact ones."""
+"""A torch-only sharded table, for where FBGEMM has no build. Optimizer formulas are FBGEMM's exact ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class ShardedEmbedding(nn.Module):
                 "call torch.distributed.init_process_group first"
             )
         if optimizer not in OPTIMIZERS:
-            raise ValueError(f"freescale: optimizer must be one of {', '.join(OPTIMIZERS)}, found {optimizer!r}")
+            legal = ", ".join(OPTIMIZERS)
+            raise ValueError(f"freescale: optimizer must be one of {legal}, found {optimizer!r}")
         if num_embeddings < 1 or embedding_dim < 1:
             raise ValueError(f"freescale: table {name!r} is empty: {num_embeddings} x {embedding_dim}")
         group = group if group is not None else dist.group.WORLD
@@ -59,7 +60,7 @@ class ShardedEmbedding(nn.Module):
         self._divide_by = group.size() if gradient_division else 1
         self.shards = _shards(num_embeddings, sharding, owner, group.size())
         mine = self.shards[group.rank()]
-        # Every rank draws the whole table from the same seed, so the table does not depend on the number of ranks.
+        # Every rank draws the whole table from the same seed, so it does not depend on the number of ranks.
         whole = torch.empty(num_embeddings, embedding_dim, dtype=dtype)
         nn.init.uniform_(whole, -(num_embeddings**-0.5), num_embeddings**-0.5)
         local = whole[mine.first : mine.first + mine.rows].clone().to(device)

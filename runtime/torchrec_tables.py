@@ -1,10 +1,10 @@
-"""TorchRec's `ShardedEmbeddingCollection` behind our exchange: traceable forward, FBGEMM's storage and optimizer.
+"""TorchRec's `ShardedEmbeddingCollection` behind our exchange: our forward, FBGEMM's storage and optimizer.
 
-`teach` gives the class a forward that Dynamo can trace. While a graph is traced, each collection is looked at once
-(`_freescale_prepare`): its row-wise and table-wise tables become one Exchange per FBGEMM module, its data-parallel tables a
-plain lookup. A collection with something that we do not serve keeps TorchRec's own forward, outside the graph,
-with one warning. Outside torch.compile nothing changes. Storage, optimizer state, learning rate and checkpoints stay
-TorchRec's.
+`teach` gives the class a forward that Dynamo can trace. While a graph is traced, each collection is looked at
+once (`_freescale_prepare`): its row-wise and table-wise tables become one Exchange per FBGEMM module, its
+data-parallel tables a plain lookup. A collection with something that we do not serve keeps TorchRec's own
+forward, outside the graph, with one warning. Outside torch.compile nothing changes. Storage, optimizer state,
+learning rate and checkpoints stay TorchRec's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def raise_if_refused(cfg: Config) -> None:
 class FbgemmTable:
     """The rows that this rank owns in one FBGEMM module (its tables one after the other), or none of them."""
 
-    def __init__(self, emb: Any, names: list[str], dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, emb: Any, names: list[str], dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.emb, self.names = emb, names  # names: "feature -> table" of each entry, for errors
         if emb is None:
             self.weight = torch.empty(0, dim, dtype=dtype, device=device)
@@ -52,7 +54,7 @@ class FbgemmTable:
         self._first = torch.tensor(first, dtype=torch.int64)
 
     def apply_update(self, weight: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """FBGEMM's own fused optimizer, reached through its public lookup: one index per row, one gradient each."""
+        """FBGEMM's own fused optimizer, reached through its public lookup: one index and gradient per row."""
         if rows.shape[0] == 0 and self.emb is None:
             return
         if weight.data_ptr() != _flat_weight(self.emb).data_ptr():
@@ -208,7 +210,7 @@ def _device(module: Any) -> torch.device:
     return module._device if module._device is not None else torch.device("cpu")
 
 
-# ---- what we serve -------------------------------------------------------------------------------------------
+# ---- what we serve -----------------------------------------------------------------------------------------
 
 
 def why_not(module: Any) -> str | None:
@@ -263,7 +265,7 @@ def _refuse(module: Any, reason: str) -> None:
         raise Refused(message)
 
 
-# ---- the traced forward ---------------------------------------------------------------------------------------
+# ---- the traced forward ------------------------------------------------------------------------------------
 
 
 def _freescale_prepare(self: Any, weighted: bool, varying: bool) -> bool:
@@ -285,7 +287,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_compiling():
         return _original_forward(self, *args, **kwargs)
     features = args[0] if args else kwargs["features"]
-    if not self._freescale_prepare(features.weights_or_none() is not None, features.variable_stride_per_key()):
+    weighted = features.weights_or_none() is not None
+    if not self._freescale_prepare(weighted, features.variable_stride_per_key()):
         return _torchrec_forward(self, features)
     return _serve(self._freescale, features, _division())
 
@@ -302,7 +305,7 @@ def _division() -> bool:
 
 
 def _split_by_key(features: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Values and lengths of each feature, for any number of samples, none included (which KJT.to_dict refuses)."""
+    """Values and lengths of each feature, for any number of samples, even 0 (which KJT.to_dict refuses)."""
     keys, values, lengths = features.keys(), features.values(), features.lengths()
     samples = lengths.shape[0] // len(keys)
     lengths = lengths.view(len(keys), samples)

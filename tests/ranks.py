@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -17,7 +18,7 @@ from typing import Any
 
 _context = mp.get_context("forkserver")
 _preload = ["torch", "torch.distributed", "torch._inductor.compile_fx", "numpy"]
-HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None and importlib.util.find_spec("fbgemm_gpu") is not None
+HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu"))
 if HAS_TORCHREC:
     _preload += ["torchrec", "torchrec.distributed.embedding", "torchrec.distributed.planner"]
 _context.set_forkserver_preload(_preload)
@@ -35,9 +36,13 @@ def _rank(fn, rank, world, store, timeout, env, pipe, args):
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout),
         )
-        pipe.send((True, fn(*args)))
+        pipe.send((True, pickle.dumps(fn(*args))))  # plain pickle: tensors travel by value
     except BaseException as error:  # noqa: BLE001
         pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
     finally:
@@ -90,7 +95,7 @@ def _collect(pipes, end, expect_errors):
         except EOFError:
             good, value = False, ("died", "the process died without a word")
         if good:
-            results.append(value)
+            results.append(pickle.loads(value))
         else:
             results.append(value[0])
             failures.append((rank, value[1]))
@@ -98,4 +103,34 @@ def _collect(pipes, end, expect_errors):
         raise RankFailed("\n".join(f"--- rank {rank}\n{text}" for rank, text in failures))
     if expect_errors and len(failures) != len(pipes):
         raise RankFailed(f"expected every rank to raise, found {results}")
+    return results
+
+
+def _alone(fn, args, pipe):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send((True, pickle.dumps(fn(*args))))  # plain pickle: tensors travel by value
+    except BaseException as error:  # noqa: BLE001
+        pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+    finally:
+        pipe.close()
+        os._exit(0)
+
+
+def run_ranks_apart(fn: Callable[..., Any], calls: list[tuple], timeout: float = 240) -> list[Any]:
+    """`fn(*args)` for each of `calls`, each in a fresh process without a process group of its own."""
+    results = []
+    for args in calls:
+        ours, theirs = _context.Pipe(duplex=False)
+        p = _context.Process(target=_alone, args=(fn, args, theirs), daemon=True)
+        p.start()
+        theirs.close()
+        try:
+            results += _collect([ours], time.monotonic() + timeout, False)
+        finally:
+            p.kill()
+            p.join(10)
     return results

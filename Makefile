@@ -1,0 +1,89 @@
+# What a developer runs; `make help` lists it.
+#
+#   make setup TORCH=2.12.1                         another torch, in .venv-2.12.1
+#   make setup PIP_ARGS="--extra-index-url URL"     another index, for example PyTorch's with CPU builds
+#   make test ARGS="-k config"                      more arguments for pytest
+
+TORCH ?= 2.13.0
+PYTHON ?= python3
+PIP_ARGS ?=
+STEPS ?= 20
+RANKS ?= 2
+ARGS ?=
+
+# The releases that belong to each torch. freescale.doctor knows the TorchRec ones too; a test compares them.
+TORCHREC_2.13 := 1.8.0
+FBGEMM_2.13 := 1.8.0
+TRITON_2.13 := 3.7.1
+TORCHREC_2.12 := 1.7.0
+FBGEMM_2.12 := 1.7.0
+TRITON_2.12 := 3.7.0
+TORCHREC_2.11 := 1.6.1
+FBGEMM_2.11 := 1.6.0
+TRITON_2.11 := 3.6.0
+
+MINOR := $(word 1,$(subst ., ,$(TORCH))).$(word 2,$(subst ., ,$(TORCH)))
+TORCHREC := $(TORCHREC_$(MINOR))
+FBGEMM := $(FBGEMM_$(MINOR))
+TRITON := $(TRITON_$(MINOR))
+
+# TorchRec asks for fbgemm-gpu, which exists for x86-64 with CUDA only; so it goes in without its dependencies,
+# and they are listed here.
+TORCHREC_NEEDS := tensordict pyre-extensions torchmetrics tqdm iopath psutil typing-extensions
+
+VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-$(TORCH))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.freescale-is-set-up
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --no-warn-conflicts $(PIP_ARGS)
+PACKAGES := fs_compile passes kernels runtime
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint doctor clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## create the virtual environment for TORCH (2.13.0) and install everything into it
+
+$(STAMP): pyproject.toml Makefile
+	$(if $(TORCHREC),,$(error TORCH must be 2.11.x, 2.12.x or 2.13.x, found $(TORCH)))
+	@echo "Creating the virtual environment $(VENV)."
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch $(TORCH), freescale and the tools of its developers."
+	@$(PIP) "torch==$(TORCH)" -e ".[dev]"
+	@if [ "$$(uname -s)" = Linux ] && ! $(BIN)/python -c "import triton" 2>/dev/null; then \
+	    echo "Installing triton $(TRITON), which this build of torch does not bring."; \
+	    $(PIP) "triton==$(TRITON)" || echo "There is no triton $(TRITON) for this machine; going on without it."; \
+	fi
+	@fbgemm=fbgemm-gpu-cpu; \
+	if [ "$$(uname -m)" = x86_64 ] && nvidia-smi >/dev/null 2>&1; then fbgemm=fbgemm-gpu; fi; \
+	echo "Installing torchrec $(TORCHREC) and $$fbgemm $(FBGEMM)."; \
+	if $(PIP) "torch==$(TORCH)" $(TORCHREC_NEEDS) \
+	    && $(PIP) --no-deps "torchrec==$(TORCHREC)" "$$fbgemm==$(FBGEMM)" \
+	    && $(BIN)/python -W ignore -c "import torchrec.distributed.embedding" 2>$(VENV)/torchrec.log; \
+	then rm -f $(VENV)/torchrec.log; \
+	else \
+	    tail -n 1 $(VENV)/torchrec.log 2>/dev/null; \
+	    $(BIN)/python -m pip -q uninstall -y torchrec $$fbgemm >/dev/null 2>&1; \
+	    echo "TorchRec cannot be used on this machine; going on without it: freescale's own tables work."; \
+	fi
+	@touch $@
+	@echo "Ready: $(BIN)/python. Next: make doctor, make test, make train."
+
+train: $(STAMP) ## train the example on RANKS (2) processes for STEPS (20) steps
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_hstu.py --steps $(STEPS) $(ARGS)
+
+test: $(STAMP) ## run the tests; those for a GPU skip themselves where there is none
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
+
+lint: $(STAMP) ## check style (ruff) and types (mypy)
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(PACKAGES)
+
+doctor: $(STAMP) ## say what is installed, what works here and what is missing
+	@$(BIN)/python -m freescale doctor
+
+clean: ## remove builds and caches; the virtual environments stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(PACKAGES) tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,198 @@
+"""What is installed, what works on this machine and what is missing, in words or as JSON.
+
+`examine` finds the facts and never raises; `in_words` tells them. Nothing is installed or changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import warnings
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import freescale
+from freescale import config
+
+# The TorchRec and FBGEMM releases made for each supported torch, as in the Makefile.
+TORCHREC_FOR = {"2.11": ("1.6.1", "1.6.0"), "2.12": ("1.7.0", "1.7.0"), "2.13": ("1.8.0", "1.8.0")}
+
+
+@dataclass(frozen=True)
+class Missing:
+    what: str
+    remedy: str
+    fatal: bool = False  # freescale cannot be used without it
+
+
+@dataclass
+class Facts:
+    versions: dict[str, str | None] = field(default_factory=dict)  # None: not installed or broken
+    torch_supported: bool = False
+    cpu_cores: int = 0
+    cuda_devices: list[str] = field(default_factory=list)
+    process_groups: dict[str, bool] = field(default_factory=dict)
+    transports: dict[str, bool] = field(default_factory=dict)
+    tables: dict[str, str] = field(default_factory=dict)  # "yes", or "no: " and the reason
+    settings: dict[str, Any] | None = None  # None: a flag is bad
+    missing: list[Missing] = field(default_factory=list)
+
+    @property
+    def usable(self) -> bool:
+        return not any(m.fatal for m in self.missing)
+
+
+def main(as_json: bool = False) -> int:
+    """Print the facts. The exit code: 0 if freescale can be used here."""
+    facts = examine()
+    print(json.dumps({**asdict(facts), "usable": facts.usable}, indent=2) if as_json else in_words(facts))
+    return 0 if facts.usable else 1
+
+
+def examine() -> Facts:
+    facts = Facts()
+    facts.versions = {"freescale": freescale.__version__, "python": platform.python_version()}
+    facts.cpu_cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        facts.cpu_cores = len(os.sched_getaffinity(0))
+    torch, why = _import("torch")
+    facts.versions["torch"] = torch and torch.__version__
+    if torch is None:
+        facts.missing.append(Missing(f"torch: {why}", "Install torch 2.13.", fatal=True))
+    else:
+        _examine_torch(facts, torch)
+        _examine_triton(facts)
+    _examine_tables(facts)
+    _examine_install(facts)
+    try:
+        settings = asdict(config.load())
+        facts.settings = {config.PREFIX + name.upper(): value for name, value in settings.items()}
+    except config.ConfigError as error:
+        facts.missing.append(Missing(str(error), "Correct or unset this variable.", fatal=True))
+    return facts
+
+
+def _examine_torch(facts: Facts, torch: Any) -> None:
+    facts.torch_supported = _minor(torch.__version__) in TORCHREC_FOR
+    why = _self_test()
+    remedy = f"Install torch {' or '.join(TORCHREC_FOR)}."
+    if not facts.torch_supported:
+        facts.missing.append(Missing(f"a supported torch: this is {torch.__version__}", remedy, fatal=True))
+    elif why is not None:
+        what = f"internals of torch that freescale uses: the self test of freescale.compat failed ({why})"
+        facts.missing.append(Missing(what, remedy, fatal=True))
+    dist = torch.distributed
+    for name in ("gloo", "nccl", "ucc", "mpi", "xccl"):
+        available = getattr(dist, f"is_{name}_available", lambda: False)
+        facts.process_groups[name] = dist.is_available() and bool(available())
+    facts.transports["c10d"] = any(facts.process_groups.values())
+    facts.cuda_devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if not facts.transports["c10d"]:
+        facts.missing.append(Missing("a process-group backend", "Install another build of torch."))
+    elif facts.cuda_devices and not facts.process_groups["nccl"]:
+        facts.missing.append(Missing("nccl: CUDA tensors go through gloo", "Install a CUDA build of torch."))
+
+
+def _self_test() -> str | None:
+    """Why this torch does not have what freescale.compat uses, or None."""
+    compat, why = _import("freescale.compat")
+    if compat is not None:
+        try:
+            compat.self_test()
+        except Exception as error:
+            return _reason(error)
+    return why
+
+
+def _examine_triton(facts: Facts) -> None:
+    triton, why = _import("triton")
+    facts.versions["triton"] = triton and triton.__version__
+    if triton is None and (facts.cuda_devices or sys.platform == "linux"):
+        facts.missing.append(Missing(f"triton: {why}", "Run `make setup`; without it there is no GPU code."))
+    if not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
+        facts.missing.append(
+            Missing("a C++ compiler: Inductor needs one", "Install g++, or set FREESCALE_CODEGEN=eager.")
+        )
+
+
+def _examine_tables(facts: Facts) -> None:
+    torch_minor = _minor(facts.versions["torch"] or "")
+    if torch_minor not in TORCHREC_FOR:
+        torch_minor = "2.13"
+    wanted, wanted_fbgemm = TORCHREC_FOR[torch_minor]
+    _, why = _import("torchrec.distributed.embedding")
+    facts.versions["torchrec"] = _installed("torchrec")
+    facts.versions["fbgemm"] = _installed("fbgemm-gpu") or _installed("fbgemm-gpu-cpu")
+    native = next((f"no: {m.what}" for m in facts.missing if m.fatal), "yes")
+    facts.tables = {"native": native, "TorchRec": "yes" if why is None else f"no: {why}"}
+    remedy = f"Run `make setup`: torchrec {wanted} and fbgemm {wanted_fbgemm} belong to torch {torch_minor}."
+    found = facts.versions["torchrec"]
+    if why is not None:
+        facts.missing.append(Missing(f"TorchRec: {why}", remedy))
+    elif found is not None and _minor(found) != _minor(wanted):
+        facts.missing.append(Missing(f"a TorchRec for torch {torch_minor}: this is {found}", remedy))
+
+
+def _examine_install(facts: Facts) -> None:
+    found = importlib.metadata.entry_points(group="torch_dynamo_backends")
+    if "freescale" not in found.names:
+        what = 'the entry point: torch.compile(backend="freescale") does not find this freescale'
+        facts.missing.append(Missing(what, "Install it, for example with `pip install -e .`.", fatal=True))
+
+
+def _import(name: str) -> tuple[Any, str | None]:
+    """The module, or None and why not. What the import prints or warns is not for our reader."""
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name), None
+    except Exception as error:
+        return None, _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return f"{error.name.split('.')[0]} is not installed"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def in_words(facts: Facts) -> str:
+    versions = {name: version or "not installed" for name, version in facts.versions.items()}
+    if facts.versions["torch"]:
+        versions["torch"] += " (supported)" if facts.torch_supported else " (not supported)"
+    yes_no = {True: "yes", False: "no"}
+    settings = facts.settings if facts.settings is not None else {"a flag is bad": "see below"}
+    sections: dict[str, list[str]] = {
+        "Versions": _aligned(versions),
+        "Devices": [f"CPU: {facts.cpu_cores} cores", *(f"CUDA: {d}" for d in facts.cuda_devices or ["none"])],
+        "Process-group backends": [f"{k}: {yes_no[v]}" for k, v in facts.process_groups.items()] or ["none"],
+        "Transports": [f"{k}: {yes_no[v]}" for k, v in facts.transports.items()] or ["none"],
+        "Tables": [f"{k}: {v}" for k, v in facts.tables.items()],
+        "Settings": _aligned({k: int(v) if isinstance(v, bool) else v for k, v in settings.items()}),
+        "Missing": [f"{m.what.rstrip('.')}. {m.remedy}" for m in facts.missing] or ["Nothing is missing."],
+    }
+    if not facts.usable:
+        sections["Missing"].append("freescale cannot be used until this is put right.")
+    return "\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
+
+
+def _aligned(values: dict[str, Any]) -> list[str]:
+    width = max(map(len, values))
+    return [f"{name:{width}}  {value}" for name, value in values.items()]

@@ -1,0 +1,113 @@
+"""`python -m freescale doctor`: the words, the JSON and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import freescale
+from freescale import compat, config, doctor
+from freescale.__main__ import main
+
+MAKEFILE = Path(__file__).parent.parent / "Makefile"
+
+
+def run(*args: str, cwd: Path, **flags: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("FREESCALE_")}
+    command = [sys.executable, "-m", "freescale", *args]
+    return subprocess.run(command, cwd=cwd, env={**env, **flags}, capture_output=True, text=True, timeout=200)
+
+
+def test_words(tmp_path):
+    found = run("doctor", cwd=tmp_path, FREESCALE_TIMEOUT="7")
+    assert found.returncode == 0, found.stdout + found.stderr
+    lines = [" ".join(line.split()) for line in found.stdout.splitlines()]
+    assert f"freescale {freescale.__version__}" in lines
+    assert f"torch {torch.__version__} (supported)" in lines
+    assert "gloo: yes" in lines
+    assert "c10d: yes" in lines
+    assert "native: yes" in lines
+    assert "FREESCALE_TIMEOUT 7.0" in lines
+    assert any(line.startswith("TorchRec: ") for line in lines)
+    assert any(line.startswith("CPU: ") for line in lines)
+    if "TorchRec: yes" in lines and torch.cuda.device_count() == 0 and "triton not installed" not in lines:
+        assert lines[-1] == "Nothing is missing."
+
+
+def test_bad_flag(tmp_path):
+    found = run("doctor", cwd=tmp_path, FREESCALE_CODEGEN="foo")
+    assert found.returncode == 1
+    assert "FREESCALE_CODEGEN must be one of inductor, eager, found 'foo'" in found.stdout
+    assert "freescale cannot be used" in found.stdout
+    assert "Traceback" not in found.stdout + found.stderr
+
+
+def test_json(tmp_path):
+    found = run("doctor", "--json", cwd=tmp_path)
+    assert found.returncode == 0, found.stdout + found.stderr
+    facts = json.loads(found.stdout)
+    assert facts["usable"] is True
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["torch_supported"] is True
+    assert facts["process_groups"]["gloo"] is True
+    assert set(facts["settings"]) == {f"FREESCALE_{name.upper()}" for name in config.FIELDS}
+
+
+@pytest.fixture
+def no_torchrec(monkeypatch):
+    """Fast, and the same wherever TorchRec is installed or not."""
+    monkeypatch.setitem(sys.modules, "torchrec", None)
+    monkeypatch.setitem(sys.modules, "torchrec.distributed.embedding", None)
+    for name in [v for v in os.environ if v.startswith("FREESCALE_")]:
+        monkeypatch.delenv(name)
+
+
+def test_torch_that_is_not_supported(no_torchrec, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "2.10.0 (not supported)" in said
+    assert "a supported torch: this is 2.10.0. Install torch 2.11 or 2.12 or 2.13." in said
+
+
+def test_self_test_that_fails(no_torchrec, monkeypatch, capsys):
+    def broken() -> None:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr(compat, "self_test", broken)
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "the self test of freescale.compat failed (AttributeError: no such thing)" in said
+
+
+def test_without_torchrec_it_is_usable(no_torchrec, capsys):
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["tables"]["native"] == "yes"
+    assert facts["tables"]["TorchRec"].startswith("no: ")
+    assert any(m["what"].startswith("TorchRec: ") and "make setup" in m["remedy"] for m in facts["missing"])
+
+
+def test_without_arguments_it_prints_usage(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: python -m freescale") and "doctor" in said
+
+
+def test_unknown_command(capsys):
+    assert main(["docter"]) == 2
+    assert capsys.readouterr().err.startswith("freescale has no command 'docter'. Known: doctor")
+
+
+def test_versions_agree_with_compat_and_the_makefile():
+    assert tuple(doctor.TORCHREC_FOR) == compat.SUPPORTED
+    lines = MAKEFILE.read_text().splitlines()
+    for minor, (torchrec, fbgemm) in doctor.TORCHREC_FOR.items():
+        assert f"TORCHREC_{minor} := {torchrec}" in lines
+        assert f"FBGEMM_{minor} := {fbgemm}" in lines

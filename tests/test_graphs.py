@@ -1,0 +1,138 @@
+"""What the compiled graphs look like: golden text, the same on every rank, no growth with the world."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+from torch import nn
+
+from fake_world import fake_world, graphs_of
+from freescale import compat
+from ranks import run_ranks_apart
+
+TORCH = compat.torch_version()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        import freescale
+
+        self.table = freescale.ShardedEmbedding(2048, 8, name="item")
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.table(ids))).sum()
+
+
+def _texts(rank: int, world: int) -> dict[tuple[str, str], str]:
+    with fake_world(rank, world):
+        model = torch.compile(Model(), backend="freescale", fullgraph=True, options={"codegen": "eager"})
+        return graphs_of(lambda: model(torch.arange(5) % 3).backward())
+
+
+def _size_of_graphs_and_guards(world: int) -> tuple[int, int, int]:
+    with fake_world(1, world):
+        model = Model()
+        compiled = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager"})
+        texts = graphs_of(lambda: compiled(torch.arange(5) % 3).backward())
+        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(Model.forward.__code__)
+        guards = sum(len(str(e.guard_manager).splitlines()) for e in entries)
+        forward, backward = (texts[way, "find_exchanges"] for way in ("forward", "backward"))
+        return len(forward.splitlines()), len(backward.splitlines()), guards
+
+
+def test_rank_blind():
+    """The same program on the first and the last rank of 256."""
+    first, last = run_ranks_apart(_texts, [(0, 256), (255, 256)])
+    assert first == last
+    assert ("forward", "find_exchanges") in first and ("backward", "find_exchanges") in first
+
+
+def test_graphs_and_guards_do_not_grow_with_the_world():
+    small, large = run_ranks_apart(_size_of_graphs_and_guards, [(8,), (1024,)])
+    assert small == large
+    assert min(small) > 10  # there is something to count
+
+
+@pytest.mark.skipif(TORCH != "2.13", reason="2.11 and 2.12 number the same nodes differently")
+class Golden(expecttest.TestCase):
+    maxDiff = None
+
+    @classmethod
+    def setUpClass(cls):
+        (cls.texts,) = run_ranks_apart(_texts, [(0, 256)])
+
+    def test_forward(self):
+        self.assertExpectedInline(self.texts["forward", "find_exchanges"], """\
+primals_1: int64[256]
+primals_2: int64[256]
+primals_3: int64[257]
+primals_4: s23
+primals_5: int64[s23]
+primals_7: float32[8, 8]
+primals_8: float32[1, 8]
+primals_9: float32[1]
+plan_now = freescale.plan_now([primals_5], [0], [2048], primals_1, primals_2, primals_3, item, 0)  # (int64[s23], int64[s23], int64[u0], int64[256], int64[u1], int64[256], int64[u2], int64[u1], int64[u2])
+getitem = getitem(plan_now, 0)  # int64[s23]
+getitem_1 = getitem(plan_now, 1)  # int64[s23]
+getitem_2 = getitem(plan_now, 2)  # int64[u0]
+getitem_3 = getitem(plan_now, 3)  # int64[256]
+getitem_4 = getitem(plan_now, 4)  # int64[u1]
+getitem_5 = getitem(plan_now, 5)  # int64[256]
+getitem_6 = getitem(plan_now, 6)  # int64[u2]
+getitem_7 = getitem(plan_now, 7)  # int64[u1]
+getitem_8 = getitem(plan_now, 8)  # int64[u2]
+sym_size_int_1 = aten.sym_size.int(getitem_2, 0)  # u0
+sym_size_int_2 = aten.sym_size.int(getitem_4, 0)  # u1
+sym_size_int_3 = aten.sym_size.int(getitem_6, 0)  # u2
+ge = ge(sym_size_int_1, 0)  # u0 >= 0
+_assert_scalar = aten._assert_scalar(ge, Runtime assertion failed for expression u0 >= 0 on node 'ge')
+ge_1 = ge(sym_size_int_2, 0)  # u1 >= 0
+_assert_scalar_1 = aten._assert_scalar(ge_1, Runtime assertion failed for expression u1 >= 0 on node 'ge_1')
+ge_2 = ge(sym_size_int_3, 0)  # u2 >= 0
+_assert_scalar_2 = aten._assert_scalar(ge_2, Runtime assertion failed for expression u2 >= 0 on node 'ge_2')
+le = le(sym_size_int_3, sym_size_int_2)  # u2 <= u1
+_assert_scalar_3 = aten._assert_scalar(le, Runtime assertion failed for expression u2 <= u1 on node 'le')
+exchange_forward = freescale.exchange_forward(primals_7, getitem_4, getitem_5, getitem_3, sym_size_int_1, 0)  # float32[u0, 8]; composite rows 32*u0 bytes
+index = aten.index.Tensor(exchange_forward, [getitem])  # float32[s23, 8]
+split_with_sizes = aten.split_with_sizes(index, [primals_4])  # (float32[s23, 8])
+getitem_9 = getitem(split_with_sizes, 0)  # float32[s23, 8]
+tanh = aten.tanh(getitem_9)  # float32[s23, 8]
+permute = aten.permute(primals_8, [1, 0])  # float32[8, 1]
+addmm = aten.addmm(primals_9, tanh, permute)  # float32[s23, 1]
+sum_1 = aten.sum(addmm)  # float32[]
+return [sum_1, primals_7, primals_8, getitem_1, getitem_2, getitem_3, getitem_5, getitem_6, getitem_7, getitem_8, tanh, primals_4, sym_size_int_1, sym_size_int_3, sym_size_int_2]""")
+
+    def test_backward(self):
+        self.assertExpectedInline(self.texts["backward", "find_exchanges"], """\
+primals_4: s23
+primals_7: float32[8, 8]
+primals_8: float32[1, 8]
+getitem_1: int64[s23]
+getitem_2: int64[u0]
+getitem_3: int64[256]
+getitem_5: int64[256]
+getitem_6: int64[u2]
+getitem_7: int64[u1]
+getitem_8: int64[u2]
+tanh: float32[s23, 8]
+tangents_1: float32[]
+expand = aten.expand(tangents_1, [primals_4, 1])  # float32[s23, 1]
+permute = aten.permute(primals_8, [1, 0])  # float32[8, 1]
+permute_1 = aten.permute(permute, [1, 0])  # float32[1, 8]
+mm = aten.mm(expand, permute_1)  # float32[s23, 8]
+permute_2 = aten.permute(expand, [1, 0])  # float32[1, s23]
+mm_1 = aten.mm(permute_2, tanh)  # float32[1, 8]
+sum_2 = aten.sum.dim_IntList(expand, [0], True)  # float32[1, 1]
+view = aten.view(sum_2, [1])  # float32[1]
+mul_18 = aten.mul.Tensor(tanh, tanh)  # float32[s23, 8]
+sub_13 = aten.sub.Tensor(1, mul_18)  # float32[s23, 8]
+mul_19 = aten.mul.Tensor(mm, sub_13)  # float32[s23, 8]
+sum_rows = freescale.sum_rows(mul_19, getitem_1, getitem_2)  # float32[u0, 8]
+div = aten.div.Tensor(sum_rows, 256)  # float32[u0, 8]
+auto_functionalized_v2 = auto_functionalized_v2(freescale.exchange_backward.default, grad=div, own_rows=getitem_6, own_order=getitem_7, own_ends=getitem_8, send_counts=getitem_5, recv_counts=getitem_3, table=item, group_name=0, _weight_base_index=0, _all_bases=[primals_7])  # (None, float32[8, 8]); composite gradients 32*u1 bytes
+getitem_11 = getitem(auto_functionalized_v2, 1)  # float32[8, 8]
+copy_ = aten.copy_(primals_7, getitem_11)  # float32[8, 8]
+return [None, None, None, None, None, None, None, mm_1, view]""")

@@ -1,0 +1,176 @@
+"""The native table against one plain process that holds everything: same losses, same rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ranks import run_ranks
+
+ROWS, DIM, STEPS = 61, 4, 20
+CASES = list(itertools.product(("row_wise", "table_wise"), ("sgd", "rowwise_adagrad")))
+
+
+class Sharded(nn.Module):
+    def __init__(self, sharding: str, optimizer: str, dtype: torch.dtype, **kwargs) -> None:
+        super().__init__()
+        import freescale
+
+        torch.manual_seed(0)
+        self.table = freescale.ShardedEmbedding(
+            ROWS, DIM, sharding=sharding, owner=dist.get_world_size() - 1, optimizer=optimizer, lr=0.1, dtype=dtype, **kwargs
+        )
+        torch.manual_seed(1)
+        self.out = nn.Linear(DIM, DIM, dtype=dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = self.table(ids)
+        return (torch.tanh(self.out(found)) * found).sum() / 8
+
+
+def ids_of(step: int, rank: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(100 * step + rank)
+    n = 0 if (step + rank) % 6 == 5 else 1 + (7 * step + rank) % 9
+    high = 2 if step % 4 == 1 else ROWS  # many duplicates now and then
+    return torch.randint(0, high, (n,), generator=g)
+
+
+def plain(world: int, optimizer: str, dtype: torch.dtype) -> tuple[list[list[float]], torch.Tensor]:
+    """What one process computes that sees all ranks' ids; written with nothing of ours."""
+    torch.manual_seed(0)
+    whole = torch.empty(ROWS, DIM, dtype=dtype)
+    nn.init.uniform_(whole, -(ROWS**-0.5), ROWS**-0.5)
+    table = nn.Parameter(whole)
+    torch.manual_seed(1)
+    out = nn.Linear(DIM, DIM, dtype=dtype)
+    state = torch.zeros(ROWS, dtype=dtype)
+    losses = []
+    for step in range(STEPS):
+        table.grad = None
+        for p in out.parameters():
+            p.grad = None
+        per_rank = []
+        for rank in range(world):
+            found = table[ids_of(step, rank)]
+            per_rank.append((torch.tanh(out(found)) * found).sum() / 8)
+        (sum(per_rank) / world).backward()
+        losses.append([float(x) for x in per_rank])
+        with torch.no_grad():
+            for p in out.parameters():
+                p -= 0.05 * p.grad
+            used = table.grad.abs().sum(1) > 0
+            step_size = torch.full((ROWS,), 0.1, dtype=dtype)
+            if optimizer == "rowwise_adagrad":
+                state += table.grad.square().mean(1)
+                step_size = 0.1 / (state.sqrt() + 1e-8)
+            table[used] -= (step_size[:, None] * table.grad)[used]
+    return losses, table.detach()
+
+
+def train(sharding, optimizer, dtype, codegen="eager", passes="all", compiled=True):
+    model = Sharded(sharding, optimizer, dtype)
+    options = {"codegen": codegen, "passes": passes, "strict": True}
+    run = torch.compile(model, backend="freescale", fullgraph=True, options=options) if compiled else model
+    dense = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(STEPS):
+        dense.zero_grad(set_to_none=False)
+        loss = run(ids_of(step, dist.get_rank()))
+        loss.backward()
+        for p in model.parameters():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        dense.step()
+        losses.append(float(loss.detach()))
+    torch._dynamo.reset()
+    return losses, model.table.weight.clone(), model.table.momentum.clone()
+
+
+def _all_cases(dtype, codegen):
+    return [train(sharding, optimizer, dtype, codegen)[:2] for sharding, optimizer in CASES]
+
+
+@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("dtype, tolerance", ((torch.float32, 1e-6), (torch.float64, 1e-12)), ids=("f32", "f64"))
+def test_equals_one_plain_process(world, dtype, tolerance):
+    ranks = run_ranks(_all_cases, world, dtype, "eager")
+    for case, (sharding, optimizer) in enumerate(CASES):
+        losses, table = plain(world, optimizer, dtype)
+        got = torch.cat([r[case][1] for r in ranks])  # shards lie in rank order in both layouts
+        scale = float(table.abs().max())
+        assert float((got - table).abs().max()) <= tolerance * scale, (sharding, optimizer)
+        for rank in range(world):
+            for step in range(STEPS):
+                expected = losses[step][rank]
+                assert abs(ranks[rank][case][0][step] - expected) <= tolerance * max(1.0, abs(expected))
+
+
+def _same_bits():
+    """Passes on and off, and the module without torch.compile at all: one arithmetic."""
+    for sharding, optimizer in CASES:
+        runs = [
+            train(sharding, optimizer, torch.float32, passes="all"),
+            train(sharding, optimizer, torch.float32, passes="none"),
+        ]
+        for other in runs[1:]:
+            assert runs[0][0] == other[0]
+            assert torch.equal(runs[0][1], other[1]) and torch.equal(runs[0][2], other[2])
+    # Inductor: on and off agree too, since the passes of this version leave the arithmetic alone.
+    a = train("row_wise", "sgd", torch.float32, "inductor", "all")
+    b = train("row_wise", "sgd", torch.float32, "inductor", "none")
+    assert a[0] == b[0] and torch.equal(a[1], b[1])
+    # Without torch.compile the table works as well.
+    c = train("row_wise", "sgd", torch.float32, compiled=False)
+    assert torch.allclose(c[1], a[1], rtol=1e-6, atol=1e-7)
+    return True
+
+
+def test_passes_do_not_change_a_bit():
+    assert run_ranks(_same_bits, 2) == [True, True]
+
+
+def _bad_arguments():
+    import freescale
+
+    for kwargs, words in (
+        ({"optimizer": "adam"}, "one of sgd, rowwise_adagrad"),
+        ({"sharding": "column_wise"}, "row_wise or table_wise"),
+        ({"sharding": "table_wise", "owner": 9}, "owner 9 is not a rank"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            freescale.ShardedEmbedding(8, 4, **kwargs)
+    return True
+
+
+def test_bad_arguments_are_named():
+    assert run_ranks(_bad_arguments, 1) == [True]
+
+
+def test_no_process_group_is_said():
+    import freescale
+
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="needs a process group"):
+        freescale.ShardedEmbedding(8, 4)
+
+
+def _state():
+    model = Sharded("row_wise", "rowwise_adagrad", torch.float32)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    other = Sharded("row_wise", "rowwise_adagrad", torch.float32)
+    other.table.weight.zero_()
+    other.load_state_dict(state)
+    assert torch.equal(other.table.weight, model.table.weight)
+    assert other.table.weight.data_ptr() == other.table._exchange.weight.data_ptr()
+    return sorted(state)
+
+
+def test_state_dict_holds_rows_and_optimizer_state():
+    (names,) = run_ranks(_state, 1)
+    assert names == ["out.bias", "out.weight", "table.momentum", "table.weight"]
