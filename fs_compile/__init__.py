@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from freescale.report import report
     from freescale.runtime.native import ShardedEmbedding
 
 __version__ = "0.1.0"
-__all__ = ["ShardedEmbedding", "__version__"]
+__all__ = ["ShardedEmbedding", "__version__", "report"]
 
-_LAZY = {"ShardedEmbedding": "freescale.runtime.native"}
+_LAZY = {"ShardedEmbedding": "freescale.runtime.native", "report": "freescale.report"}
 
 
 def __getattr__(name: str) -> Any:

@@ -107,6 +107,18 @@ def current_compile_id() -> str:
     return str(current) if current is not None else "?/0"
 
 
+def graph_breaks() -> dict[str, int]:
+    """Reason and number of Dynamo's graph breaks in this process."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
+
+
+def is_ddp_break(reason: str) -> bool:
+    """DDP's own forward, around the wrapped model: its logger and its context manager."""
+    return "set_runtime_stats_and_log" in reason or "_inside_ddp_forward" in reason
+
+
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """A file in tlparse's report (TORCH_TRACE)."""
     torch._logging.trace_structured(

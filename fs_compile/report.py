@@ -1,0 +1,29 @@
+"""What freescale did in this process so far, as plain numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from freescale import compat
+
+
+def report() -> dict[str, Any]:
+    """Graphs, recompilations, graph breaks and exchanges of this process.
+
+    A graph that came out of torch's caches was not passed over again, so its exchanges are not counted. DDP's wrapper,
+    which Dynamo cannot trace, breaks the graph around the model but not inside it; those breaks are counted apart.
+    """
+    from freescale.backend import COMPILED
+    from freescale.driver import REPORT
+
+    breaks = compat.graph_breaks()
+    ddp = sum(n for reason, n in breaks.items() if compat.is_ddp_break(reason))
+    return {
+        "graphs": len(COMPILED),
+        "recompiles": sum(n - 1 for n in COMPILED.values()),
+        "graph_breaks": sum(breaks.values()) - ddp,
+        "graph_breaks_of_ddp": ddp,
+        "exchanges": dict(REPORT.exchanges),
+        "pass_seconds": REPORT.seconds,
+        "refused": list(REPORT.refused),
+    }

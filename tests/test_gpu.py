@@ -1,0 +1,83 @@
+"""The native table on a GPU, several ranks on one device over gloo: equal to one plain process on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_native import CASES, STEPS, Sharded, ids_of, plain
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def train(sharding, optimizer, dtype, codegen, passes="all"):
+    import freescale.backend as backend
+
+    torch.cuda.set_device(0)
+    model = Sharded(sharding, optimizer, dtype, device="cuda")
+    model.out.cuda()
+    backend.COMPILED.clear()
+    options = {"codegen": codegen, "passes": passes, "strict": True}
+    run = torch.compile(model, backend="freescale", fullgraph=True, options=options)
+    dense = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(STEPS):
+        dense.zero_grad(set_to_none=False)
+        loss = run(ids_of(step, dist.get_rank()).cuda())
+        loss.backward()
+        for p in model.parameters():
+            mine = p.grad.cpu()
+            dist.all_reduce(mine)
+            p.grad.copy_(mine / dist.get_world_size())
+        dense.step()
+        losses.append(float(loss.detach()))
+    assert list(backend.COMPILED.values()) == [1]
+    torch._dynamo.reset()
+    return losses, model.table.weight.cpu(), model.table.momentum.cpu()
+
+
+def _all_cases(dtype, codegen):
+    return [train(sharding, optimizer, dtype, codegen)[:2] for sharding, optimizer in CASES]
+
+
+@pytest.mark.parametrize("world, dtype, tolerance, codegen", (
+    (2, torch.float64, 1e-12, "eager"),
+    (2, torch.float64, 1e-12, "inductor"),
+    (4, torch.float32, 1e-6, "inductor"),
+), ids=("f64-eager", "f64-inductor", "f32-inductor-4"))  # fmt: skip
+def test_equals_one_plain_process(world, dtype, tolerance, codegen):
+    ranks = run_ranks(_all_cases, world, dtype, codegen)
+    for case, (sharding, optimizer) in enumerate(CASES):
+        losses, table = plain(world, optimizer, dtype)
+        got = torch.cat([r[case][1] for r in ranks])
+        assert float((got - table).abs().max()) <= tolerance * float(table.abs().max()), (sharding, optimizer)
+        for rank in range(world):
+            for step in range(STEPS):
+                expected = losses[step][rank]
+                assert abs(ranks[rank][case][0][step] - expected) <= tolerance * max(1.0, abs(expected))
+
+
+def _same_bits():
+    for codegen in ("eager", "inductor"):
+        a = train("row_wise", "rowwise_adagrad", torch.float32, codegen, "all")
+        b = train("row_wise", "rowwise_adagrad", torch.float32, codegen, "none")
+        assert a[0] == b[0] and torch.equal(a[1], b[1]) and torch.equal(a[2], b[2]), codegen
+    return True
+
+
+def test_passes_do_not_change_a_bit():
+    assert run_ranks(_same_bits, 2) == [True, True]
+
+
+def _bad_id():
+    import freescale
+
+    torch.cuda.set_device(0)
+    table = freescale.ShardedEmbedding(16, 4, name="item", device="cuda")
+    table(torch.tensor([3, 99 if dist.get_rank() == 1 else 1], device="cuda"))
+
+
+def test_an_id_outside_its_table_is_an_error_on_every_rank():
+    for error in run_ranks(_bad_id, 2, expect_errors=True):
+        assert "rank 1: id 99 is outside table 'item'" in error
