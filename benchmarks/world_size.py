@@ -19,6 +19,7 @@ def measure(world: int) -> dict[str, float]:
     """One cold compilation of forward and backward in this process."""
     sys.path.insert(0, str(TESTS))
     import torch
+
     from fake_world import fake_world, graphs_of
     from test_graphs import Model
 

@@ -22,9 +22,10 @@ os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
 from hstu import HSTU  # noqa: E402
 from synthetic import SyntheticHistories  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 
 
 def main() -> None:

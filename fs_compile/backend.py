@@ -38,6 +38,8 @@ def freescale(
                 f"backend freescale takes options={{...}} but no mode, found mode={mode!r}"
             )
         cfg = config.load(options)
+        if cfg.dynamic != _process.dynamic:
+            raise config.ConfigError("dynamic holds for the whole process: set FREESCALE_DYNAMIC, not an option")
         torchrec_tables.raise_if_refused(cfg)
         frame = compat.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1
@@ -72,7 +74,7 @@ def _agreed_first(compiled: Callable[..., Any], cfg: config.Config) -> Callable[
     return run
 
 
-def _prepare() -> None:
+def _prepare() -> config.Config:
     try:
         cfg = config.load()
     except config.ConfigError as error:
@@ -83,7 +85,9 @@ def _prepare() -> None:
         log.info("torch._dynamo: %s was %r, is %r", name, before, after)
     if "optimize_ddp" in changed:
         log.info("DDP: Dynamo no longer cuts the graph at DDP's buckets; DDP still averages the gradients")
+    compat.backport_empty_grids()
     torchrec_tables.teach()
+    return cfg
 
 
-_prepare()
+_process = _prepare()

@@ -194,6 +194,23 @@ def detect_fake_mode(gm: fx.GraphModule) -> Any:
     return torch._guards.detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
 
 
+def backport_empty_grids() -> None:
+    """Before 2.13 a tiled Triton kernel over no elements divides by zero when it is launched."""
+    from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
+
+    generate = Grid2DWithYZOverflow.generate
+    if getattr(generate, "_freescale", False):
+        return
+
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+        generate(self, *args, **kwargs)
+        if self.mode == "python" and "== 0" not in str(self.y_grid):
+            self.y_grid = f"(0 if y_grid_div_ == 0 else {self.y_grid})"
+
+    guarded._freescale = True  # type: ignore[attr-defined]
+    Grid2DWithYZOverflow.generate = guarded  # type: ignore[method-assign]
+
+
 def register_launch_lowering(op: Any) -> None:
     """Lower an asynchronous all-to-all so that Inductor keeps its input until the wait.
 
@@ -244,3 +261,4 @@ def self_test() -> None:
     assert marked._dynamo_static_indices == {0}  # type: ignore[attr-defined]
     assert callable(torch._logging.trace_structured)
     torch._guards.CompileContext.current_compile_id()
+    backport_empty_grids()

@@ -93,7 +93,8 @@ def _parse(name: str, value: Any, label: str) -> Any:
 
 
 def _unknown(kind: str, name: str, legal: list[str]) -> ConfigError:
-    near = difflib.get_close_matches(name, legal, n=1)
+    bare = {n.removeprefix(PREFIX): n for n in legal}  # the prefix would make any two flags look alike
+    near = [bare[n] for n in difflib.get_close_matches(name.removeprefix(PREFIX), bare, n=1)]
     hint = f" Did you mean {near[0]}?" if near else ""
     return ConfigError(f"{name} is not {kind} of freescale.{hint} Known: {', '.join(legal)}")
 

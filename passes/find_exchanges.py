@@ -6,7 +6,8 @@ Marks:    the dialect's `exchange_forward` and `exchange_backward`, and a plain
           `_c10d_functional.all_to_all_single` whose input was looked up in a table (rows) or whose result
           goes into a table's gradient or update (gradients).
 Leaves:   integer all-to-alls (ids, lengths), and those whose data comes out of compute and goes into compute:
-          expert parallelism, sequence parallelism (Ulysses).
+          expert parallelism, sequence parallelism (Ulysses). Where such data is an input of the graph, its
+          symbolic height tells it from a table; with static sizes, a gather from it looks like a lookup.
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ GATHERS = {aten.index.Tensor, aten.index_select.default}
 SCATTERS = {
     aten.index_put.default,
     aten.index_put_.default,
-    aten._unsafe_index_put.default,  # what Inductor makes of embedding_dense_backward, until torch 2.12
-    aten._unsafe_masked_index_put_accumulate.default,  # and since 2.13
+    aten._unsafe_masked_index_put_accumulate.default,  # of embedding_dense_backward, since torch 2.13
     aten.index_add.default,
     aten.scatter_add.default,
 }

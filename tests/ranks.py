@@ -16,12 +16,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-_context = mp.get_context("forkserver")
+import torch
+
+# Importing Inductor touches CUDA where there is one, and a process forked after that cannot use it: spawn there.
+_context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 _preload = ["torch", "torch.distributed", "torch._inductor.compile_fx", "numpy"]
 HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu"))
 if HAS_TORCHREC:
     _preload += ["torchrec", "torchrec.distributed.embedding", "torchrec.distributed.planner"]
-_context.set_forkserver_preload(_preload)
+if _context.get_start_method() == "forkserver":
+    _context.set_forkserver_preload(_preload)
 
 
 class RankFailed(AssertionError):

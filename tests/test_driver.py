@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_world import graphs_of
 
 import freescale.passes
+from fake_world import graphs_of
 from freescale import compat, config, driver
 from freescale.passes.facts import CannotApply
 

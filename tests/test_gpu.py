@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+
 from ranks import run_ranks
 from test_native import CASES, STEPS, Sharded, ids_of, plain
 
