@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from freescale.report import report
+    from freescale.runtime.lookahead import LookaheadLoader
     from freescale.runtime.native import ShardedEmbedding
 
 __version__ = "0.1.0"
-__all__ = ["ShardedEmbedding", "__version__", "report"]
+__all__ = ["LookaheadLoader", "ShardedEmbedding", "__version__", "report"]
 
-_LAZY = {"ShardedEmbedding": "freescale.runtime.native", "report": "freescale.report"}
+_LAZY = {
+    "LookaheadLoader": "freescale.runtime.lookahead",
+    "ShardedEmbedding": "freescale.runtime.native",
+    "report": "freescale.report",
+}
 
 
 def __getattr__(name: str) -> Any:

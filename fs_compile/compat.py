@@ -189,6 +189,17 @@ def _interpret(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Call
     return run
 
 
+def fake_value(node: fx.Node) -> Any:
+    """What a new call_function node computes, as fake tensors, from the values of its arguments."""
+
+    def value(n: fx.Node) -> Any:
+        return n.meta["val"]
+
+    args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+    with torch._guards.detect_fake_mode([*args, *kwargs.values()]):  # type: ignore[attr-defined]
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def detect_fake_mode(gm: fx.GraphModule) -> Any:
     values = [n.meta.get("val") for n in gm.graph.nodes]
     return torch._guards.detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])

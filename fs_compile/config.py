@@ -18,7 +18,7 @@ PREFIX = "FREESCALE_"
 
 # The passes in the order in which they run. A name here is also the module and the function in
 # freescale.passes.
-PASS_NAMES = ("find_exchanges",)
+PASS_NAMES = ("find_exchanges", "split_exchanges")
 
 
 class ConfigError(ValueError):

@@ -1,15 +1,21 @@
 """The dialect: every op's schema and fake. What an op computes is in reference.py.
 
-Counts (rows per peer) are CPU int64 tensors of length world, so a graph does not grow with the world.
-`group_name` names a process group, `table` an entry of freescale.kernels.tables.
+The rows themselves are not in the graph. An op names its table (`table`, an entry of freescale.kernels.tables) and
+reads or updates it in place; a *token*, an empty tensor of the table's width, data type and device, goes in and comes
+out to say what must happen before what. So a table is never copied, saved or functionalized, and the order of
+reads and updates is data flow like any other.
 
-    plan_now            ids of this batch -> the plan of its exchange, everything urgent (collective)
-    checked_rows        ids of this batch -> rows of tables that every rank holds whole (collective)
-    exchange_forward    rows from their owners to the ranks that asked for them
-    exchange_backward   their gradients back, summed and applied by the owner
-    all_to_all_launch   start of an all-to-all; `_c10d_functional.wait_tensor` waits for it
-    sum_rows            sums of rows in a fixed order
-    update_             the owner's fused optimizer step on unique rows
+Counts (rows per peer) are CPU int64 tensors of length world, so a graph does not grow with the world.
+
+    plan_now                ids of this batch -> the plan of its exchange, everything urgent (collective)
+    checked_rows            ids of this batch -> rows of tables that every rank holds whole (collective)
+    expect_ids              raises unless the ids are the planned ones
+    exchange_forward        rows from their owners to the ranks that asked for them
+    exchange_backward       their gradients back, summed and applied by the owner
+    all_to_all_rows_launch  start of an all-to-all of table rows
+    all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either
+    sum_rows                sums of rows in a fixed order
+    update_                 the owner's optimizer step on unique rows
 """
 
 from __future__ import annotations
@@ -26,22 +32,28 @@ lib.define(
     "Tensor rows, Tensor send_counts, Tensor own_rows, Tensor own_order, Tensor own_ends)"
 )
 lib.define("checked_rows(Tensor[] ids, int[] firsts, int[] sizes, str table, str group_name) -> Tensor")
+lib.define("expect_ids(Tensor token, Tensor[] ids, Tensor planned, Tensor step, str table) -> Tensor")
 lib.define(
-    "exchange_forward(Tensor weight, Tensor rows, Tensor send_counts, Tensor recv_counts, SymInt n_recv, "
-    "str group_name) -> Tensor"
+    "exchange_forward(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, SymInt n_recv, "
+    "int priority, str table, str group_name) -> Tensor"
 )
 lib.define(
-    "exchange_backward(Tensor(a!) weight, Tensor grad, Tensor own_rows, Tensor own_order, Tensor own_ends, "
-    "Tensor send_counts, Tensor recv_counts, str table, str group_name) -> ()"
+    "exchange_backward(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, Tensor send_counts, "
+    "Tensor recv_counts, SymInt n_recv, int priority, str table, str group_name) -> Tensor"
+)
+lib.define(
+    "all_to_all_rows_launch(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, SymInt n_recv, "
+    "int priority, str table, str group_name) -> Tensor"
 )
 lib.define(
     "all_to_all_launch(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
     "str group_name) -> Tensor"
 )
 lib.define("sum_rows(Tensor x, Tensor order, Tensor ends) -> Tensor")
-lib.define(
-    "update_(Tensor(a!) weight, Tensor grad, Tensor rows, Tensor order, Tensor ends, str table) -> ()"
-)
+lib.define("update_(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, str table) -> Tensor")
+
+# Chunks that deserve the wire first have the lower number.
+URGENT, LATE, EARLY = 0, 1, 2
 
 
 def _rows_like(x: torch.Tensor, n: int | torch.SymInt) -> torch.Tensor:
@@ -74,16 +86,26 @@ def _checked_rows(ids, firsts, sizes, table, group_name):
     return ids[0].new_empty(sum(i.shape[0] for i in ids), dtype=torch.int64)
 
 
+@torch.library.register_fake("freescale::expect_ids", lib=lib)
+def _expect_ids(token, ids, planned, step, table):
+    return torch.empty_like(token)
+
+
 @torch.library.register_fake("freescale::exchange_forward", lib=lib)
-def _exchange_forward(weight, rows, send_counts, recv_counts, n_recv, group_name):
-    return _rows_like(weight, n_recv)
+def _exchange_forward(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
+    return _rows_like(token, n_recv)
 
 
 @torch.library.register_fake("freescale::exchange_backward", lib=lib)
 def _exchange_backward(
-    weight, grad, own_rows, own_order, own_ends, send_counts, recv_counts, table, group_name
+    token, grad, rows, order, ends, send_counts, recv_counts, n_recv, priority, table, group_name
 ):
-    return None
+    return torch.empty_like(token)
+
+
+@torch.library.register_fake("freescale::all_to_all_rows_launch", lib=lib)
+def _all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
+    return _rows_like(token, n_recv)
 
 
 @torch.library.register_fake("freescale::all_to_all_launch", lib=lib)
@@ -97,8 +119,9 @@ def _sum_rows(x, order, ends):
 
 
 @torch.library.register_fake("freescale::update_", lib=lib)
-def _update_(weight, grad, rows, order, ends, table):
-    return None
+def _update_(token, grad, rows, order, ends, table):
+    return torch.empty_like(token)
 
 
 compat.register_launch_lowering(torch.ops.freescale.all_to_all_launch)
+compat.register_launch_lowering(torch.ops.freescale.all_to_all_rows_launch)

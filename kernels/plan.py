@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -65,9 +66,19 @@ class Groups(NamedTuple):
 
 
 def group(values: torch.Tensor) -> Groups:
-    ordered, order = torch.sort(values, stable=True)
-    unique, counts = torch.unique_consecutive(ordered, return_counts=True)
-    return Groups(unique, order, counts.cumsum(0))
+    """Values are not negative. One sort of packed (value, position) pairs where they fit into 63 bits."""
+    x, n = values.numpy(), values.shape[0]
+    bits = max(n - 1, 1).bit_length()
+    if n == 0 or int(x.max()) >= 1 << (63 - bits):
+        ordered, order = (t.numpy() for t in torch.sort(values, stable=True))
+    else:
+        packed = (x << bits) | np.arange(n)
+        packed.sort()
+        order, ordered = packed & ((1 << bits) - 1), packed >> bits
+    last = np.ones(n, dtype=bool)  # of its group
+    np.not_equal(ordered[1:], ordered[:-1], out=last[:-1])
+    ends = np.flatnonzero(last) + 1
+    return Groups(*(torch.from_numpy(t) for t in (ordered[ends - 1], order, ends)))
 
 
 def sizes_of(ends: torch.Tensor) -> torch.Tensor:
@@ -99,3 +110,63 @@ def first_outside(ids: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[in
         if bool(bad.any()):
             return feature, int(values[bad][0])
     return None
+
+
+# ---- look-ahead: which rows can travel when --------------------------------------------------------------------
+
+
+class Requests(NamedTuple):
+    """One batch's exchange before it is known which rows collide."""
+
+    mine: Groups  # the keys that this rank needs, grouped by owner
+    recv_counts: torch.Tensor  # [world] how many of them each owner has
+    rows: torch.Tensor  # rows of this rank that others need, by requester, each requester's ascending
+    send_counts: torch.Tensor  # [world] how many each requester needs
+
+
+class Chunk(NamedTuple):
+    """A part of an exchange, seen from both ends. Rows travel one way, their gradients the other."""
+
+    index: torch.Tensor  # requester: which of its unique keys (ascending), grouped by owner
+    recv_counts: torch.Tensor  # [world] requester: rows from each owner
+    rows: torch.Tensor  # owner: rows for each requester
+    send_counts: torch.Tensor  # [world] owner: rows for each requester
+
+
+class Split(NamedTuple):
+    """The rows that were chosen, and the others."""
+
+    chosen: Chunk
+    others: Chunk
+
+
+def split(requests: Requests, wanted: torch.Tensor, held: torch.Tensor) -> Split:
+    """Two chunks: `wanted` marks the requester's unique keys, `held` the owner's rows; both say the same."""
+    world = requests.recv_counts.shape[0]
+    owners = torch.repeat_interleave(torch.arange(world), requests.recv_counts)
+    requesters = torch.repeat_interleave(torch.arange(world), requests.send_counts)
+
+    def chunk(w: torch.Tensor, h: torch.Tensor) -> Chunk:
+        return Chunk(
+            w.nonzero()[:, 0],
+            torch.bincount(owners[w], minlength=world),
+            requests.rows[h],
+            torch.bincount(requesters[h], minlength=world),
+        )
+
+    return Split(chunk(wanted, held), chunk(~wanted, ~held))
+
+
+def members(values: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """Which of `values` are in the ascending `of`."""
+    if of.shape[0] == 0:
+        return torch.zeros_like(values, dtype=torch.bool)
+    at = torch.searchsorted(of, values).clamp_(max=of.shape[0] - 1)
+    return of[at] == values
+
+
+def merged_inverse(inverse: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+    """Position -> place in the concatenation of the chunks' rows."""
+    place = torch.empty(sum(c.index.shape[0] for c in chunks), dtype=torch.int64)
+    place[torch.cat([c.index for c in chunks])] = torch.arange(place.shape[0])
+    return place[inverse]

@@ -17,7 +17,7 @@ class Table(Protocol):
 
     weight: torch.Tensor  # [rows, dim], the storage itself
 
-    def apply_update(self, weight: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor) -> None:
+    def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
         """One optimizer step. `grads[i]` is all the gradient of `weight[rows[i]]`; rows unique, ascending."""
 
     def describe(self, feature: int) -> str:

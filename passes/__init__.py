@@ -8,8 +8,9 @@ from torch import fx
 
 from freescale.config import PASS_NAMES, Config
 from freescale.passes.find_exchanges import find_exchanges
+from freescale.passes.split_exchanges import split_exchanges
 
 Pass = Callable[[fx.GraphModule, Config], int]
 
-_BY_NAME: dict[str, Pass] = {"find_exchanges": find_exchanges}
+_BY_NAME: dict[str, Pass] = {"find_exchanges": find_exchanges, "split_exchanges": split_exchanges}
 PASSES: tuple[tuple[str, Pass], ...] = tuple((name, _BY_NAME[name]) for name in PASS_NAMES)

@@ -9,7 +9,11 @@ import sympy
 import torch
 from torch import fx
 
+from freescale.kernels.ops import EARLY, LATE, URGENT
+
 KEY = "freescale"  # node.meta[KEY] holds the Exchange of a node that starts one
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+PRIORITIES = {URGENT: "urgent", LATE: "late", EARLY: "early"}
 
 
 class CannotApply(Exception):
@@ -20,19 +24,22 @@ class CannotApply(Exception):
 class Exchange:
     """One embedding all-to-all of a graph.
 
-    kind      "composite" for the dialect's op, "plain" for `_c10d_functional.all_to_all_single`
+    kind      "composite" for the dialect's exchange, "chunk" for one of its launches, "plain" for
+              `_c10d_functional.all_to_all_single`
     way       "rows" (owner to requester) or "gradients" (requester to owner)
+    priority  "urgent", "late" or "early"
     bytes     received by this rank, symbolic
     launch    the node that starts it
-    wait      the node that waits for it; of a composite, the composite itself
+    wait      the node that waits for it; of a composite, the composite itself; None if this graph does not wait
     consumer  the first node that needs what arrived, None if nothing in this graph does
     """
 
     kind: str
     way: str
+    priority: str
     bytes: sympy.Expr
     launch: fx.Node
-    wait: fx.Node
+    wait: fx.Node | None
     consumer: fx.Node | None
 
 
@@ -41,32 +48,27 @@ def exchanges(graph: fx.Graph) -> list[Exchange]:
     return [n.meta[KEY] for n in graph.nodes if KEY in n.meta]
 
 
-def composite_of(node: fx.Node) -> Any:
-    """The freescale op that a node calls, seen through functionalization of in-place ops; None for others."""
-    if node.op != "call_function":
-        return None
-    target: Any = node.target
-    if getattr(target, "__name__", "") in ("auto_functionalized", "auto_functionalized_v2"):
-        target = node.args[0]
-    return target if getattr(target, "namespace", None) == "freescale" else None
-
-
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument `name` of a freescale op, functionalized or not; of an in-place one, what it changes."""
-    op: Any = composite_of(node)
+    """The argument `name` of a node that calls an op of ours."""
     target: Any = node.target
-    if target is op:
-        names = [a.name for a in op._schema.arguments]
-        position = names.index(name)
-        return node.args[position] if position < len(node.args) else node.kwargs[name]
-    if name in node.kwargs:
-        return node.kwargs[name]
-    return node.kwargs["_all_bases"][node.kwargs[f"_{name}_base_index"]]  # type: ignore[index]
+    names = [a.name for a in target._schema.arguments]
+    position = names.index(name)
+    return node.args[position] if position < len(node.args) else node.kwargs[name]
 
 
-def size_in_bytes(value: torch.Tensor) -> sympy.Expr:
+def wait_of(launch: fx.Node) -> fx.Node | None:
+    """The last wait of a launched tensor (a wait of a wait happens), None if the graph has none."""
+    found: fx.Node | None = None
+    node = launch
+    while (after := next((u for u in node.users if u.target is WAIT), None)) is not None:
+        found = node = after
+    return found
+
+
+def size_in_bytes(value: torch.Tensor, rows: Any = None) -> sympy.Expr:
+    """Of a tensor, or of `rows` rows like those of the tensor."""
     total = sympy.Integer(value.element_size())
-    for s in value.shape:
+    for s in value.shape if rows is None else (rows, *value.shape[1:]):
         total *= s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s)
     return total
 

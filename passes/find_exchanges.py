@@ -2,7 +2,7 @@
 
 Needs:    a post-grad graph, forward or backward.
 Promises: the graph is unchanged but for `meta["freescale"]` on the node that starts an exchange.
-Marks:    the dialect's `exchange_forward` and `exchange_backward`, and a plain
+Marks:    the dialect's `exchange_forward`, `exchange_backward` and launches of rows, and a plain
           `_c10d_functional.all_to_all_single` whose input was looked up in a table (rows) or whose result
           goes into a table's gradient or update (gradients).
 Leaves:   integer all-to-alls (ids, lengths), and those whose data comes out of compute and goes into compute:
@@ -19,12 +19,13 @@ import torch
 from torch import fx
 
 from freescale.config import Config
-from freescale.passes.facts import KEY, Exchange, argument, composite_of, first_user, size_in_bytes
+from freescale.passes.facts import KEY, PRIORITIES, Exchange, argument, first_user, size_in_bytes, wait_of
 
 log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+fs = torch.ops.freescale
 
 # Ops that hand values on: the same numbers, moved, cast or joined.
 MOVES = {
@@ -67,26 +68,30 @@ def find_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
 
 
 def _exchange(node: fx.Node) -> Exchange | None:
-    op = composite_of(node)
-    if op is torch.ops.freescale.exchange_forward.default:
-        return Exchange("composite", "rows", size_in_bytes(node.meta["val"]), node, node, first_user(node))
-    if op is torch.ops.freescale.exchange_backward.default:
-        dim = argument(node, "grad").meta["val"][0]
-        rows = argument(node, "own_order").meta["val"]
-        received = size_in_bytes(dim) * size_in_bytes(rows) / rows.element_size()
-        return Exchange("composite", "gradients", received, node, node, first_user(node))
+    if node.target is fs.exchange_forward.default:
+        return _ours("composite", "rows", node, node)
+    if node.target is fs.exchange_backward.default:
+        return _ours("composite", "gradients", node, node)
+    if node.target is fs.all_to_all_rows_launch.default:
+        return _ours("chunk", "rows", node, wait_of(node))
     if node.target is c10d.all_to_all_single.default:
         return _plain(node)
     return None
+
+
+def _ours(kind: str, way: str, node: fx.Node, wait: fx.Node | None) -> Exchange:
+    like = argument(node, "grad" if way == "gradients" else "token").meta["val"]
+    n_recv = argument(node, "n_recv")
+    received = size_in_bytes(like, n_recv.meta["val"] if isinstance(n_recv, fx.Node) else n_recv)
+    priority = PRIORITIES[argument(node, "priority")]
+    return Exchange(kind, way, priority, received, node, wait, first_user(wait) if wait is not None else None)
 
 
 def _plain(node: fx.Node) -> Exchange | None:
     value = node.meta["val"]
     if not value.dtype.is_floating_point:
         return None
-    wait = node
-    while (after := next((u for u in wait.users if u.target is c10d.wait_tensor.default), None)) is not None:
-        wait = after  # a wait of a wait happens
+    wait = wait_of(node) or node
     if _comes_from_lookup(node.args[0]):
         way = "rows"
     elif _goes_to_update(wait):
@@ -95,7 +100,7 @@ def _plain(node: fx.Node) -> Exchange | None:
         why = "its data is neither looked up nor goes into a table"
         log.debug("%s is no embedding exchange: %s", node.name, why)
         return None
-    return Exchange("plain", way, size_in_bytes(value), node, wait, first_user(wait))
+    return Exchange("plain", way, "urgent", size_in_bytes(value), node, wait, first_user(wait))
 
 
 def _called(node: fx.Node) -> str:
@@ -158,7 +163,7 @@ def _goes_to_update(start: fx.Node) -> bool:
 
 def _is_update(user: fx.Node, of: fx.Node) -> bool:
     """`user` turns `of` into a table's gradient or applies it to a table."""
-    if user.target is aten.embedding_dense_backward.default or composite_of(user) is not None:
+    if user.target in (aten.embedding_dense_backward.default, fs.update_.default):
         return True
     called = _called(user)
     if called.startswith("fbgemm.") and "backward" in called:

@@ -45,7 +45,7 @@ def _line(node: fx.Node) -> str:
     notes = [shape] if shape else []
     if KEY in node.meta:
         x = node.meta[KEY]
-        notes.append(f"{x.kind} {x.way} {x.bytes} bytes")
+        notes.append(f"{x.priority} {x.way}, {x.kind}, {x.bytes} bytes")
     return f"{text}  # {'; '.join(notes)}" if notes else text
 
 

@@ -1,6 +1,6 @@
-"""An exchange as the model's forward sees it: ids in, embeddings out, gradients applied in backward.
+"""An exchange as the model's forward sees it: ids in, embeddings out, gradients applied to the table in backward.
 
-Everything here is traced by Dynamo: tensors and ops only, no data-dependent Python.
+Everything that `lookup` does is traced by Dynamo: tensors and ops only, no data-dependent Python.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import torch.distributed as dist
 import freescale.kernels  # noqa: F401  (registers the ops)
 from freescale import compat
 from freescale.kernels import plan, tables
+from freescale.kernels.ops import EARLY, LATE, URGENT
+from freescale.runtime.steps import StepPlan
 
 _ops = torch.ops.freescale
+_wait = torch.ops._c10d_functional.wait_tensor
 
 
 class Exchange:
     """The rows of one group of tables on one process group.
 
-    `entries` are the (feature, table) pairs that it serves, `table` the optimizer of the rows of this rank.
+    `entries` are the (feature, table) pairs that it serves, `table` the optimizer of the rows that this rank owns.
     """
 
     def __init__(
@@ -41,55 +44,101 @@ class Exchange:
         self.sizes = [table_rows[t] for _, t in entries]
         owners = plan.owner_map(shards, table_rows, group.size())
         self.bounds, self.shifts, self.starts = (compat.mark_static(t) for t in owners)
-        self.weight = compat.mark_static(table.weight)
-        # An empty tensor that wants a gradient, so that autograd calls the exchange's backward.
-        self.anchor = compat.mark_static(self.weight.new_empty(0).requires_grad_())
+        # The token that goes through the graph. It wants a gradient so that autograd calls the exchange's backward.
+        self.anchor = compat.mark_static(table.weight.new_empty(0, table.weight.shape[1]).requires_grad_())
+        # The plan of the batch that a LookaheadLoader handed out last, None without one.
+        self.plan: StepPlan | None = None
 
     def lookup(self, ids: list[torch.Tensor], divide_by: int) -> tuple[torch.Tensor, ...]:
         """The rows of each entry's ids, in the order of `entries`. Gradients are divided by `divide_by`."""
-        made = _ops.plan_now(
-            ids, self.firsts, self.sizes, self.bounds, self.shifts, self.starts, self.name, self.group_name
-        )
-        embedded = ExchangeRows.apply(
-            self.anchor, self.weight, *made, divide_by, self.name, self.group_name
-        )
+        if self.plan is None:
+            made = _ops.plan_now(
+                ids, self.firsts, self.sizes, self.bounds, self.shifts, self.starts, self.name, self.group_name
+            )
+            embedded = ExchangeRows.apply(self.anchor, *made, divide_by, self.name, self.group_name)
+        else:
+            embedded = self._planned(self.plan, ids, divide_by)
         return torch.split(embedded, [i.shape[0] for i in ids])
+
+    def _planned(self, p: StepPlan, ids: list[torch.Tensor], divide_by: int) -> torch.Tensor:
+        if p.used:
+            raise RuntimeError(f"freescale: {self.name} is looked up twice in a step, which cannot be planned ahead")
+        p.used = True
+        token = _ops.expect_ids(self.anchor.detach(), ids, p.ids, p.step, self.name)
+        embedded = PlannedRows.apply(
+            self.anchor, p.late_slot, token, _wait(p.arrived), p.inverse, p.order, p.ends, *p.urgent, *p.back,
+            p.late_index, divide_by, self.name, self.group_name
+        )  # fmt: skip
+        # Gradients of the step before that this batch does not need; then rows for the next batch. No row of either is
+        # among those above, so their place among the compute is free.
+        settled = _ops.exchange_backward(
+            token, p.before.grad, *p.before.own, *p.before.counts, p.before.own[1].shape[0], LATE, self.name, self.group_name
+        )
+        p.next.arrived = _ops.all_to_all_rows_launch(
+            settled, p.next.early_rows, *p.next.early_counts, p.next.early_slots.shape[0], EARLY, self.name, self.group_name
+        )
+        return embedded
 
 
 class ExchangeRows(torch.autograd.Function):
+    """An exchange that was not planned ahead: all rows now, all gradients now."""
+
     @staticmethod
-    def forward(ctx: Any, anchor, weight, *rest):  # type: ignore[override]
-        inverse, order, ends, recv_counts, rows, send_counts, own_rows, own_order, own_ends = rest[:9]
-        ctx.divide_by, ctx.table, ctx.group_name = rest[9:]
-        ctx.save_for_backward(
-            weight, order, ends, recv_counts, send_counts, own_rows, own_order, own_ends
+    def forward(ctx: Any, anchor, inverse, order, ends, recv_counts, rows, send_counts, *rest):  # type: ignore[override]
+        own_rows, own_order, own_ends, ctx.divide_by, ctx.table, ctx.group_name = rest
+        token = anchor.detach()
+        ctx.save_for_backward(token, order, ends, recv_counts, send_counts, own_rows, own_order, own_ends)
+        unique = _ops.exchange_forward(
+            token, rows, send_counts, recv_counts, ends.shape[0], URGENT, ctx.table, ctx.group_name
         )
-        n_recv = ends.shape[0]
-        unique = _ops.exchange_forward(weight, rows, send_counts, recv_counts, n_recv, ctx.group_name)
         return unique.index_select(0, inverse)
 
     @staticmethod
     def backward(ctx: Any, grad):  # type: ignore[override]
-        weight, order, ends, recv_counts, send_counts, own_rows, own_order, own_ends = ctx.saved_tensors
-        unique = _ops.sum_rows(grad.contiguous(), order, ends)
-        if ctx.divide_by != 1:
-            unique = unique / ctx.divide_by
-        _ops.exchange_backward(
-            weight,
-            unique,
-            own_rows,
-            own_order,
-            own_ends,
-            send_counts,
-            recv_counts,
-            ctx.table,
-            ctx.group_name,
+        token, order, ends, recv_counts, send_counts, own_rows, own_order, own_ends = ctx.saved_tensors
+        done = _ops.exchange_backward(
+            token, _unique_gradients(grad, order, ends, ctx.divide_by), own_rows, own_order, own_ends,
+            recv_counts, send_counts, own_order.shape[0], URGENT, ctx.table, ctx.group_name
+        )  # fmt: skip
+        return done, *(None,) * 12
+
+
+class PlannedRows(torch.autograd.Function):
+    """The part of a planned exchange that the model waits for; late gradients come out as `late_slot`'s gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor, late_slot, token, early, inverse, order, ends, *rest):  # type: ignore[override]
+        urgent_rows, urgent_send, urgent_recv = rest[:3]
+        back_index, own_rows, own_order, own_ends, back_send, back_recv, late_index = rest[3:10]
+        ctx.divide_by, ctx.table, ctx.group_name = rest[10:]
+        ctx.save_for_backward(
+            token, order, ends, back_index, own_rows, own_order, own_ends, back_send, back_recv, late_index
         )
-        return (None,) * 14
+        n_urgent = ends.shape[0] - early.shape[0]
+        torch._check(n_urgent >= 0)
+        urgent = _ops.exchange_forward(
+            token, urgent_rows, urgent_send, urgent_recv, n_urgent, URGENT, ctx.table, ctx.group_name
+        )
+        return torch.cat([early, urgent]).index_select(0, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # type: ignore[override]
+        token, order, ends, back_index, own_rows, own_order, own_ends, send, recv, late_index = ctx.saved_tensors
+        unique = _unique_gradients(grad, order, ends, ctx.divide_by)
+        done = _ops.exchange_backward(
+            token, unique.index_select(0, back_index), own_rows, own_order, own_ends,
+            send, recv, own_order.shape[0], URGENT, ctx.table, ctx.group_name
+        )  # fmt: skip
+        return done, unique.index_select(0, late_index), *(None,) * 18
+
+
+def _unique_gradients(grad: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, divide_by: int) -> torch.Tensor:
+    unique = _ops.sum_rows(grad.contiguous(), order, ends)
+    return unique / divide_by if divide_by != 1 else unique
 
 
 class ReplicatedRows(torch.autograd.Function):
-    """Lookup in a table that every rank holds whole; its gradient is averaged over the ranks, as by DDP."""
+    """Lookup in a table that every rank holds whole; its gradient is averaged over the ranks, as DDP would."""
 
     @staticmethod
     def forward(ctx: Any, flat, dim, rows, world, group_name):  # type: ignore[override]

@@ -71,7 +71,8 @@ class ShardedEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self._exchange.lookup([ids], self._divide_by)[0]
 
-    def apply_update(self, weight: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor) -> None:
+    def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
+        weight = self.weight
         step = torch.full((rows.shape[0],), self.lr, dtype=weight.dtype, device=weight.device)
         if self.optimizer == "rowwise_adagrad":
             momentum = self.momentum.index_select(0, rows) + grads.square().sum(1) / self.embedding_dim

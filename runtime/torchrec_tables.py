@@ -38,30 +38,26 @@ def raise_if_refused(cfg: Config) -> None:
 class FbgemmTable:
     """The rows that this rank owns in one FBGEMM module (its tables one after the other), or none of them."""
 
-    def __init__(
-        self, emb: Any, names: list[str], dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.emb, self.names = emb, names  # names: "feature -> table" of each entry, for errors
+    def __init__(self, emb: Any, names: list[str], dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.emb, self.names, self.dim = emb, names, dim  # names: table and feature of each entry, for errors
+        self._none = torch.empty(0, dim, dtype=dtype, device=device)
         if emb is None:
-            self.weight = torch.empty(0, dim, dtype=dtype, device=device)
             return
-        self.weight = _flat_weight(emb).detach().view(-1, dim)
         rows = [spec[0] for spec in emb.embedding_specs]
-        self._starts = torch.tensor([0, *rows]).cumsum(0).to(self.weight.device)
+        self._starts = torch.tensor([0, *rows]).cumsum(0).to(device)
         # FBGEMM wants its indices per feature; a table's rows all go in through its first feature.
         first = [emb.feature_table_map.index(t) for t in range(len(rows))]
         self._bags = torch.zeros(len(emb.feature_table_map) + 1, dtype=torch.int64)
         self._first = torch.tensor(first, dtype=torch.int64)
 
-    def apply_update(self, weight: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """FBGEMM's own fused optimizer, reached through its public lookup: one index and gradient per row."""
-        if rows.shape[0] == 0 and self.emb is None:
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._none if self.emb is None else _flat_weight(self.emb).detach().view(-1, self.dim)
+
+    def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
+        """FBGEMM's own fused optimizer, through its public lookup: one index per row, one gradient each."""
+        if self.emb is None:
             return
-        if weight.data_ptr() != _flat_weight(self.emb).data_ptr():
-            raise RuntimeError(
-                f"freescale: the storage of {', '.join(self.names)} was replaced after compilation; "
-                "compile the model again"
-            )
         table = torch.searchsorted(self._starts, rows, right=True) - 1
         counts = torch.bincount(table.cpu(), minlength=self._first.shape[0])
         sizes = torch.zeros_like(self._bags)
@@ -158,7 +154,7 @@ class _Words:
     def describe(self, feature: int) -> str:
         return self.words[feature]
 
-    def apply_update(self, weight: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor) -> None:
+    def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
         raise NotImplementedError
 
 
@@ -278,9 +274,15 @@ def _freescale_prepare(self: Any, weighted: bool, varying: bool) -> bool:
     if reason is not None:
         _refuse(self, reason)
         return False
-    if "_freescale" not in self.__dict__:
-        self.__dict__["_freescale"] = Collection(self)
+    collection_of(self)
     return True
+
+
+def collection_of(module: Any) -> Collection:
+    """How `module`, which `why_not` lets through, is served; made on first use."""
+    if "_freescale" not in module.__dict__:
+        module.__dict__["_freescale"] = Collection(module)
+    return module.__dict__["_freescale"]
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:

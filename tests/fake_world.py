@@ -22,14 +22,14 @@ def _answer_yourself(out, x, recv, send, group) -> None:
 def fake_world(rank: int, world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from freescale.kernels import reference
+    from freescale.kernels import asking
     from freescale.runtime import agreement
 
     torch._dynamo.reset()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         with (
-            mock.patch.object(reference, "_all_to_all_cpu", _answer_yourself),
+            mock.patch.object(asking, "all_to_all_cpu", _answer_yourself),
             mock.patch.object(agreement, "agree", lambda *a, **k: None),
         ):
             yield

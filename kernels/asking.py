@@ -1,0 +1,104 @@
+"""The part of planning that needs the other ranks: who needs which rows, and which of them collide. CPU tensors only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from freescale import compat
+from freescale.kernels import plan, tables
+
+
+def ask(
+    ids: Sequence[torch.Tensor],
+    firsts: Sequence[int],
+    sizes: Sequence[int],
+    owners: plan.OwnerMap,
+    table: str,
+    group: dist.ProcessGroup,
+) -> plan.Requests:
+    """Tell each owner which of its rows this rank needs. A bad id on any rank raises on every rank."""
+    bad = plan.first_outside(ids, sizes)
+    mine = plan.group(_keys(ids, firsts, owners) if bad is None else owners.starts.new_empty(0))
+    recv_counts = plan.counts_per_owner(mine.values, owners)
+    send_counts = exchange_counts(recv_counts, bad, table, group)
+    base = torch.repeat_interleave(owners.starts[:-1], recv_counts)
+    rows = base.new_empty(int(send_counts.sum()))
+    all_to_all_cpu(rows, mine.values - base, send_counts.tolist(), recv_counts.tolist(), group)
+    return plan.Requests(mine, recv_counts, rows, send_counts)
+
+
+def _keys(ids: Sequence[torch.Tensor], firsts: Sequence[int], owners: plan.OwnerMap) -> torch.Tensor:
+    numbers = torch.cat([i.long() + first for i, first in zip(ids, firsts, strict=True)])
+    return plan.keys_of(numbers, owners)
+
+
+def answer(
+    before: plan.Requests, after: plan.Requests, group: dist.ProcessGroup
+) -> tuple[plan.Split, plan.Split]:
+    """Split two consecutive batches by the rows that both need: (gradients of `before`, rows of `after`).
+
+    The owner finds them, since different ranks may need a row in the two batches, and tells each requester in one
+    exchange: a byte per row of `after`, then a byte per row of `before`.
+    """
+    held_after = plan.members(after.rows, plan.group(before.rows).values)
+    held_before = plan.members(before.rows, plan.group(after.rows).values)
+    send = (after.send_counts, before.send_counts)
+    recv = (after.recv_counts, before.recv_counts)
+    flags = _interleave((held_after, held_before), send).to(torch.uint8)
+    heard = flags.new_empty(int(recv[0].sum() + recv[1].sum()))
+    all_to_all_cpu(heard, flags, (recv[0] + recv[1]).tolist(), (send[0] + send[1]).tolist(), group)
+    wanted_after, wanted_before = _deinterleave(heard.bool(), recv)
+    return plan.split(before, wanted_before, held_before), plan.split(after, wanted_after, held_after)
+
+
+def _interleaving(counts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Which entries of a message per peer (first part, second part) belong to the first part."""
+    world = counts[0].shape[0]
+    return torch.repeat_interleave(torch.tensor([True, False]).repeat(world), torch.stack(counts, 1).view(-1))
+
+
+def _interleave(parts: tuple[torch.Tensor, torch.Tensor], counts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    first = _interleaving(counts)
+    message = torch.empty(first.shape[0], dtype=parts[0].dtype)
+    message[first], message[~first] = parts
+    return message
+
+
+def _deinterleave(
+    message: torch.Tensor, counts: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    first = _interleaving(counts)
+    return message[first], message[~first]
+
+
+def exchange_counts(
+    recv_counts: torch.Tensor, bad: tuple[int, int] | None, table: str, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Rows that each rank wants from this one. A bad id on any rank raises here, on every rank."""
+    feature, value = bad if bad is not None else (-1, 0)
+    world = recv_counts.shape[0]
+    said = torch.tensor([[feature, value]]).expand(world, 2)
+    asked = torch.cat([recv_counts[:, None], said], 1)
+    heard = torch.empty_like(asked)
+    all_to_all_cpu(heard, asked.contiguous(), [1] * world, [1] * world, group)
+    for rank, (_, feature, value) in enumerate(heard.tolist()):
+        if feature >= 0:
+            where = tables.find(table).describe(feature)
+            raise IndexError(f"freescale: rank {rank}: id {value} is outside {where}")
+    return heard[:, 0].contiguous()
+
+
+def all_to_all_cpu(
+    out: torch.Tensor, x: torch.Tensor, recv: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
+) -> None:
+    """All-to-all of small CPU tensors over any group; one without CPU transport sends from its device."""
+    devices = compat.devices_of_group(group)
+    if "cpu" in devices:
+        dist.all_to_all_single(out, x, list(recv), list(send), group=group)
+        return
+    there = torch.empty_like(out, device=devices[0])
+    dist.all_to_all_single(there, x.to(devices[0]), list(recv), list(send), group=group)
+    out.copy_(there)

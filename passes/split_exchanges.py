@@ -1,0 +1,66 @@
+"""Open each exchange of the dialect into explicit launches, waits and updates.
+
+Needs:    find_exchanges has run.
+Promises: same values; the launches of one group stand in the same order on every rank.
+Before:   emb = exchange_forward(token, rows, ...)
+          done = exchange_backward(token, grad, rows, order, ends, ...)
+After:    chunk = all_to_all_rows_launch(token, rows, ...) ; emb = wait_tensor(chunk)
+          chunk = all_to_all_launch(grad, ...) ; arrived = wait_tensor(chunk) ; done = update_(token, arrived, ...)
+
+What stands for a composite is what its reference does: the reference itself is run on the graph's nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from freescale import compat
+from freescale.config import Config
+from freescale.kernels import reference
+from freescale.passes.facts import KEY, CannotApply, Exchange, exchanges, first_user, wait_of
+
+REFERENCES: dict[Any, Callable[..., Any]] = {
+    torch.ops.freescale.exchange_forward.default: reference.exchange_forward,
+    torch.ops.freescale.exchange_backward.default: reference.exchange_backward,
+}
+
+
+def split_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
+    """Return the number of exchanges opened."""
+    sites = [x for x in exchanges(gm.graph) if x.kind == "composite"]
+    for x in sites:
+        if x.launch.kwargs:
+            raise CannotApply(f"{x.launch.name} is called with keywords")
+    for x in sites:
+        _open(gm.graph, x)
+    return len(sites)
+
+
+def _open(graph: fx.Graph, x: Exchange) -> None:
+    old = x.launch
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    before = old.prev
+    with graph.inserting_before(old):
+        result = REFERENCES[old.target](*(_proxies(a, tracer) for a in old.args))
+    new = []
+    node = before.next
+    while node is not old:
+        new.append(node)
+        node = node.next
+    for node in new:
+        node.meta.update({k: v for k, v in old.meta.items() if k not in (KEY, "val")})
+        node.meta["val"] = compat.fake_value(node)
+    old.replace_all_uses_with(result.node)
+    graph.erase_node(old)
+    launch = new[0]
+    wait = wait_of(launch)
+    assert wait is not None
+    launch.meta[KEY] = Exchange("chunk", x.way, x.priority, x.bytes, launch, wait, first_user(wait))
+
+
+def _proxies(argument: Any, tracer: fx.proxy.GraphAppendingTracer) -> Any:
+    return fx.Proxy(argument, tracer) if isinstance(argument, fx.Node) else argument
