@@ -78,7 +78,12 @@ def group(values: torch.Tensor) -> Groups:
     last = np.ones(n, dtype=bool)  # of its group
     np.not_equal(ordered[1:], ordered[:-1], out=last[:-1])
     ends = np.flatnonzero(last) + 1
-    return Groups(*(torch.from_numpy(t) for t in (ordered[ends - 1], order, ends)))
+    return Groups(_tensor(ordered[ends - 1]), _tensor(order), _tensor(ends))
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    # An empty array may have stride 0, and a compiled graph would tell that from stride 1.
+    return torch.from_numpy(array) if array.size else torch.empty(0, dtype=torch.int64)
 
 
 def sizes_of(ends: torch.Tensor) -> torch.Tensor:
