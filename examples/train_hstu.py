@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # The report below counts what is compiled in this run, so nothing may come out of torch's caches.
@@ -24,6 +24,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+import freescale  # noqa: E402
 from hstu import HSTU  # noqa: E402
 from synthetic import SyntheticHistories  # noqa: E402
 
@@ -38,11 +39,13 @@ def main() -> None:
     torch.set_num_threads(1)
 
     plain = build(args, device)
-    expected = train(plain, plain, args, device, "eager TorchRec")
+    expected = train(plain, plain, histories(args), device, "eager TorchRec")
 
     model = build(args, device)
     compiled = torch.compile(model, backend="freescale")
-    losses = train(model, compiled, args, device, "freescale")
+    loader = freescale.LookaheadLoader(histories(args), compiled)
+    losses = train(model, compiled, loader, device, "freescale")
+    print_exchanges(loader.stats())
 
     difference = worst_difference(losses, expected, model, plain)
     if dist.get_rank() == 0:
@@ -117,11 +120,8 @@ def build(args: argparse.Namespace, device: torch.device) -> Any:
     return DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
 
 
-def train(
-    model: Any, run: Callable[..., torch.Tensor], args: argparse.Namespace, device: torch.device, name: str
-) -> list[torch.Tensor]:
-    """The user's loop: nothing in it knows about freescale. Returns the mean loss over ranks of every step."""
-    loader = SyntheticHistories(
+def histories(args: argparse.Namespace) -> SyntheticHistories:
+    return SyntheticHistories(
         args.steps,
         args.batch_size,
         args.items,
@@ -132,6 +132,12 @@ def train(
         cap=args.cap,
         zipf=args.zipf,
     )
+
+
+def train(
+    model: Any, run: Callable[..., torch.Tensor], loader: Iterable[Any], device: torch.device, name: str
+) -> list[torch.Tensor]:
+    """The user's loop: nothing in it knows about freescale. Returns the mean loss over ranks of every step."""
     dense = [p for p in model.parameters() if not hasattr(p, "_in_backward_optimizers")]
     optimizer = torch.optim.Adam(dense, lr=1e-3)
     losses = []
@@ -147,6 +153,26 @@ def train(
     means = torch.stack(losses)
     dist.all_reduce(means)
     return list(means / dist.get_world_size())
+
+
+def print_exchanges(stats: list[dict[str, Any]]) -> None:
+    """What the exchanges of this rank carried, summed over the steps."""
+    if dist.get_rank() != 0:
+        return
+    columns = {"rows": 9, "colliding": 11, "urgent kB": 11, "early kB": 10, "late kB": 9, "per value kB": 14}
+    print(f"\n{'exchange':<28}" + "".join(f"{name:>{width}}" for name, width in columns.items()), file=sys.stderr)
+    for name in dict.fromkeys(s["exchange"] for s in stats):
+        mine = [s for s in stats if s["exchange"] == name]
+        total = {key: sum(s[key] for s in mine) for key in mine[0] if key not in ("step", "exchange")}
+        urgent = total["bytes_urgent"] + total["bytes_back_urgent"]
+        print(
+            f"{name:<28}{total['unique_rows']:>9}{total['colliding_rows'] / max(total['unique_rows'], 1):>11.0%}"
+            f"{urgent / 1e3:>11.0f}{total['bytes_early'] / 1e3:>10.0f}{total['bytes_late'] / 1e3:>9.0f}"
+            f"{total['bytes_urgent_per_value'] / 1e3:>14.0f}",
+            file=sys.stderr,
+        )
+    words = "(of rank 0; `per value`: what would be urgent in forward without bringing duplicates together)"
+    print(words, file=sys.stderr)
 
 
 def worst_difference(losses: list[torch.Tensor], expected: list[torch.Tensor], model: Any, plain: Any) -> float:
@@ -167,8 +193,6 @@ def worst_difference(losses: list[torch.Tensor], expected: list[torch.Tensor], m
 
 
 def report(losses: list[torch.Tensor], steps: int, difference: float) -> dict[str, Any]:
-    import freescale
-
     seen = freescale.report()
     return {
         "ranks": dist.get_world_size(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,6 +45,17 @@ def default_store() -> dist.Store:
 def devices_of_group(group: dist.ProcessGroup) -> tuple[str, ...]:
     """Device types that the group can send from, as ("cpu", "cuda")."""
     return tuple(d.type for d in group._device_types)
+
+
+def gather_ints(mine: Sequence[int], group: dist.ProcessGroup, timeout: float | None = None) -> list[list[int]]:
+    """What every rank says, in rank order. Unlike dist.all_gather it can give up, after `timeout` seconds."""
+    said = torch.tensor(mine)
+    heard = [torch.empty_like(said) for _ in range(group.size())]
+    options = torch._C._distributed_c10d.AllgatherOptions()
+    if timeout is not None:
+        options.timeout = timedelta(seconds=timeout)
+    group.allgather([heard], [said], options).wait()
+    return [h.tolist() for h in heard]
 
 
 # ---- Dynamo ------------------------------------------------------------------------------------------------
@@ -95,9 +107,12 @@ def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
     return torch._dynamo.assume_constant_result(fn)
 
 
-def mark_static(tensor: torch.Tensor) -> torch.Tensor:
-    """A graph input whose shape is part of the graph. (torch._dynamo.mark_static does nothing in a trace.)"""
-    tensor._dynamo_static_indices = set(range(tensor.dim()))  # type: ignore[attr-defined]
+def mark_static(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """A graph input whose sizes, from dimension `first` on, are part of the graph.
+
+    (torch._dynamo.mark_static does nothing while tracing.)
+    """
+    tensor._dynamo_static_indices = set(range(first, tensor.dim()))  # type: ignore[attr-defined]
     return tensor
 
 
@@ -124,6 +139,19 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     torch._logging.trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
+
+
+@contextlib.contextmanager
+def autograd_inside_op() -> Iterator[None]:
+    """Autograd works inside an op, also where a dispatch mode around it has switched it off.
+
+    AOTAutograd runs the first call of a forward graph under such a mode.
+    """
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
 
 
 # ---- Inductor ----------------------------------------------------------------------------------------------
@@ -266,7 +294,10 @@ def self_test() -> None:
     assert hasattr(dist.distributed_c10d, "_resolve_process_group")
     assert hasattr(dist.distributed_c10d, "_get_default_store")
     assert hasattr(dist.ProcessGroup, "_device_types")
+    assert hasattr(torch._C._distributed_c10d.AllgatherOptions(), "timeout")
     assert callable(torch._dynamo.assume_constant_result)
+    with autograd_inside_op():
+        assert (torch.zeros(1, requires_grad=True) * 2).requires_grad
     marked = torch.zeros(1)
     torch._dynamo.mark_static(marked)
     assert marked._dynamo_static_indices == {0}  # type: ignore[attr-defined]

@@ -1,9 +1,10 @@
-"""The part of planning that needs the other ranks: who needs which rows, and which of them collide. CPU tensors only."""
+"""The part of planning that needs the other ranks: who needs which rows, and which of them collide. On the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,7 +22,7 @@ def ask(
 ) -> plan.Requests:
     """Tell each owner which of its rows this rank needs. A bad id on any rank raises on every rank."""
     bad = plan.first_outside(ids, sizes)
-    mine = plan.group(_keys(ids, firsts, owners) if bad is None else owners.starts.new_empty(0))
+    mine = plan.group_by_key(_numbers(ids if bad is None else [i[:0] for i in ids], firsts, owners), owners)
     recv_counts = plan.counts_per_owner(mine.values, owners)
     send_counts = exchange_counts(recv_counts, bad, table, group)
     base = torch.repeat_interleave(owners.starts[:-1], recv_counts)
@@ -30,48 +31,45 @@ def ask(
     return plan.Requests(mine, recv_counts, rows, send_counts)
 
 
-def _keys(ids: Sequence[torch.Tensor], firsts: Sequence[int], owners: plan.OwnerMap) -> torch.Tensor:
-    numbers = torch.cat([i.long() + first for i, first in zip(ids, firsts, strict=True)])
-    return plan.keys_of(numbers, owners)
+def _numbers(ids: Sequence[torch.Tensor], firsts: Sequence[int], owners: plan.OwnerMap) -> torch.Tensor:
+    dtype = torch.int32 if int(owners.starts[-1]) <= plan.INT32_MAX else torch.int64
+    return torch.cat([i.to(dtype) + first for i, first in zip(ids, firsts, strict=True)])
 
 
-def answer(
-    before: plan.Requests, after: plan.Requests, group: dist.ProcessGroup
-) -> tuple[plan.Split, plan.Split]:
+def answer(before: plan.Requests, after: plan.Requests, group: dist.ProcessGroup) -> tuple[plan.Split, plan.Split]:
     """Split two consecutive batches by the rows that both need: (gradients of `before`, rows of `after`).
 
     The owner finds them, since different ranks may need a row in the two batches, and tells each requester in one
     exchange: a byte per row of `after`, then a byte per row of `before`.
     """
-    held_after = plan.members(after.rows, plan.group(before.rows).values)
-    held_before = plan.members(before.rows, plan.group(after.rows).values)
+    held_before, held_after = plan.shared(before.rows, after.rows)
     send = (after.send_counts, before.send_counts)
     recv = (after.recv_counts, before.recv_counts)
-    flags = _interleave((held_after, held_before), send).to(torch.uint8)
+    flags = _interleave((held_after, held_before), send)
     heard = flags.new_empty(int(recv[0].sum() + recv[1].sum()))
     all_to_all_cpu(heard, flags, (recv[0] + recv[1]).tolist(), (send[0] + send[1]).tolist(), group)
-    wanted_after, wanted_before = _deinterleave(heard.bool(), recv)
+    wanted_after, wanted_before = _deinterleave(heard, recv)
     return plan.split(before, wanted_before, held_before), plan.split(after, wanted_after, held_after)
 
 
-def _interleaving(counts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _first_part(counts: tuple[torch.Tensor, torch.Tensor]) -> np.ndarray:
     """Which entries of a message per peer (first part, second part) belong to the first part."""
     world = counts[0].shape[0]
-    return torch.repeat_interleave(torch.tensor([True, False]).repeat(world), torch.stack(counts, 1).view(-1))
+    return np.repeat(np.tile([True, False], world), torch.stack(counts, 1).view(-1).numpy())
 
 
 def _interleave(parts: tuple[torch.Tensor, torch.Tensor], counts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    first = _interleaving(counts)
-    message = torch.empty(first.shape[0], dtype=parts[0].dtype)
+    first = _first_part(counts)
+    message = np.empty(first.shape[0], dtype=np.uint8)
     message[first], message[~first] = parts
-    return message
+    return torch.from_numpy(message)
 
 
 def _deinterleave(
     message: torch.Tensor, counts: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    first = _interleaving(counts)
-    return message[first], message[~first]
+    first, marks = _first_part(counts), message.numpy().astype(bool)
+    return torch.from_numpy(marks[first]), torch.from_numpy(marks[~first])
 
 
 def exchange_counts(
@@ -84,10 +82,11 @@ def exchange_counts(
     asked = torch.cat([recv_counts[:, None], said], 1)
     heard = torch.empty_like(asked)
     all_to_all_cpu(heard, asked.contiguous(), [1] * world, [1] * world, group)
-    for rank, (_, feature, value) in enumerate(heard.tolist()):
-        if feature >= 0:
-            where = tables.find(table).describe(feature)
-            raise IndexError(f"freescale: rank {rank}: id {value} is outside {where}")
+    complaints = (heard[:, 1] >= 0).nonzero()
+    if complaints.shape[0]:
+        rank = int(complaints[0])
+        where = tables.find(table).describe(int(heard[rank, 1]))
+        raise IndexError(f"freescale: rank {rank}: id {int(heard[rank, 2])} is outside {where}")
     return heard[:, 0].contiguous()
 
 

@@ -57,6 +57,9 @@ def table_firsts(table_rows: Sequence[int]) -> list[int]:
     return firsts
 
 
+INT32_MAX = torch.iinfo(torch.int32).max
+
+
 class Groups(NamedTuple):
     """Equal values brought together, each group in its original order (duplicates are summed in it)."""
 
@@ -66,19 +69,15 @@ class Groups(NamedTuple):
 
 
 def group(values: torch.Tensor) -> Groups:
-    """Values are not negative. One sort of packed (value, position) pairs where they fit into 63 bits."""
-    x, n = values.numpy(), values.shape[0]
-    bits = max(n - 1, 1).bit_length()
-    if n == 0 or int(x.max()) >= 1 << (63 - bits):
-        ordered, order = (t.numpy() for t in torch.sort(values, stable=True))
-    else:
-        packed = (x << bits) | np.arange(n)
-        packed.sort()
-        order, ordered = packed & ((1 << bits) - 1), packed >> bits
-    last = np.ones(n, dtype=bool)  # of its group
-    np.not_equal(ordered[1:], ordered[:-1], out=last[:-1])
+    """Values are not negative. The groups' are int64, whatever `values` are."""
+    if values.dtype == torch.int64 and values.numpy().max(initial=0) <= INT32_MAX:
+        values = values.int()  # half the bytes to sort
+    ordered, order = torch.sort(values, stable=True)
+    x = ordered.numpy()
+    last = np.ones(x.shape[0], dtype=bool)  # of its group
+    np.not_equal(x[1:], x[:-1], out=last[:-1])
     ends = np.flatnonzero(last) + 1
-    return Groups(_tensor(ordered[ends - 1]), _tensor(order), _tensor(ends))
+    return Groups(_tensor(x[ends - 1].astype(np.int64)), order, _tensor(ends))
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
@@ -87,20 +86,35 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def sizes_of(ends: torch.Tensor) -> torch.Tensor:
-    return ends.diff(prepend=ends.new_zeros(1))
+    sizes = ends.clone()
+    sizes[1:] -= ends[:-1]
+    return sizes
 
 
 def inverse_of(groups: Groups) -> torch.Tensor:
     """For each position, the group that it belongs to."""
-    sizes = sizes_of(groups.ends)
-    inverse = torch.empty_like(groups.order)
-    inverse[groups.order] = torch.repeat_interleave(torch.arange(sizes.shape[0]), sizes)
-    return inverse
+    sizes = sizes_of(groups.ends).numpy()
+    of = torch.from_numpy(np.repeat(np.arange(sizes.shape[0]), sizes))
+    return torch.empty_like(groups.order).scatter_(0, groups.order, of)
 
 
 def keys_of(numbers: torch.Tensor, owners: OwnerMap) -> torch.Tensor:
-    shard = torch.searchsorted(owners.bounds, numbers, right=True) - 1
-    return numbers + owners.shifts[shard]
+    """The keys of ascending row numbers."""
+    firsts = torch.searchsorted(numbers, owners.bounds).numpy()  # of each shard among `numbers`
+    return numbers + torch.from_numpy(np.repeat(owners.shifts.numpy(), np.diff(firsts, append=numbers.shape[0])))
+
+
+def group_by_key(numbers: torch.Tensor, owners: OwnerMap) -> Groups:
+    """Row numbers, grouped by their keys. Only distinct numbers are mapped; then whole groups are put in order."""
+    by_number = group(numbers)
+    keys = keys_of(by_number.values, owners)
+    if bool(((owners.bounds + owners.shifts).diff() > 0).all()):  # a greater number has a greater key
+        return by_number._replace(values=keys)
+    keys, at = torch.sort(keys)
+    sizes = sizes_of(by_number.ends)[at]
+    ends = sizes.cumsum(0)
+    moved = np.repeat((by_number.ends[at] - ends).numpy(), sizes.numpy())
+    return Groups(keys, by_number.order.index_select(0, torch.from_numpy(moved + np.arange(moved.shape[0]))), ends)
 
 
 def counts_per_owner(keys: torch.Tensor, owners: OwnerMap) -> torch.Tensor:
@@ -111,9 +125,11 @@ def counts_per_owner(keys: torch.Tensor, owners: OwnerMap) -> torch.Tensor:
 def first_outside(ids: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[int, int] | None:
     """(feature, id) of the first id that its table does not have, or None."""
     for feature, (values, size) in enumerate(zip(ids, sizes, strict=True)):
-        bad = (values < 0) | (values >= size)
-        if bool(bad.any()):
-            return feature, int(values[bad][0])
+        if values.shape[0] == 0:
+            continue
+        least, most = torch.stack(torch.aminmax(values)).tolist()
+        if least < 0 or most >= size:
+            return feature, int(values[(values < 0) | (values >= size)][0])
     return None
 
 
@@ -132,7 +148,7 @@ class Requests(NamedTuple):
 class Chunk(NamedTuple):
     """A part of an exchange, seen from both ends. Rows travel one way, their gradients the other."""
 
-    index: torch.Tensor  # requester: which of its unique keys (ascending), grouped by owner
+    index: torch.Tensor  # type: ignore[assignment]  # requester: which of its unique keys (ascending), by owner
     recv_counts: torch.Tensor  # [world] requester: rows from each owner
     rows: torch.Tensor  # owner: rows for each requester
     send_counts: torch.Tensor  # [world] owner: rows for each requester
@@ -147,31 +163,43 @@ class Split(NamedTuple):
 
 def split(requests: Requests, wanted: torch.Tensor, held: torch.Tensor) -> Split:
     """Two chunks: `wanted` marks the requester's unique keys, `held` the owner's rows; both say the same."""
-    world = requests.recv_counts.shape[0]
-    owners = torch.repeat_interleave(torch.arange(world), requests.recv_counts)
-    requesters = torch.repeat_interleave(torch.arange(world), requests.send_counts)
 
     def chunk(w: torch.Tensor, h: torch.Tensor) -> Chunk:
+        index, at = _where(w), _where(h)
         return Chunk(
-            w.nonzero()[:, 0],
-            torch.bincount(owners[w], minlength=world),
-            requests.rows[h],
-            torch.bincount(requesters[h], minlength=world),
+            index,
+            _counts_within(index, requests.recv_counts),
+            requests.rows.index_select(0, at),
+            _counts_within(at, requests.send_counts),
         )
 
     return Split(chunk(wanted, held), chunk(~wanted, ~held))
 
 
-def members(values: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """Which of `values` are in the ascending `of`."""
-    if of.shape[0] == 0:
-        return torch.zeros_like(values, dtype=torch.bool)
-    at = torch.searchsorted(of, values).clamp_(max=of.shape[0] - 1)
-    return of[at] == values
+def _where(marks: torch.Tensor) -> torch.Tensor:
+    return _tensor(np.flatnonzero(marks.numpy()))
+
+
+def _counts_within(places: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """How many of the ascending `places` are in each of consecutive parts with `counts` places."""
+    return sizes_of(torch.searchsorted(places, counts.cumsum(0)))
+
+
+def shared(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of `x` are among `y`, and which of `y` among `x`. None is negative."""
+    a, b = x.numpy(), y.numpy()
+    top = max(a.max(initial=0), b.max(initial=0))
+    if top > 64 * (a.shape[0] + b.shape[0]):  # few of many: number them densely, so that the table below stays small
+        return shared(*inverse_of(group(torch.cat([x, y]))).split([a.shape[0], b.shape[0]]))
+    table = np.zeros(top + 1, dtype=np.uint8)
+    table[a] = 1
+    in_x = table[b]
+    table[b] = 2 * in_x
+    return torch.from_numpy(table[a] == 2), torch.from_numpy(in_x.astype(bool))
 
 
 def merged_inverse(inverse: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
     """Position -> place in the concatenation of the chunks' rows."""
-    place = torch.empty(sum(c.index.shape[0] for c in chunks), dtype=torch.int64)
-    place[torch.cat([c.index for c in chunks])] = torch.arange(place.shape[0])
-    return place[inverse]
+    places = torch.cat([c.index for c in chunks])
+    merged = torch.empty_like(places).scatter_(0, places, torch.arange(places.shape[0]))
+    return merged.index_select(0, inverse)

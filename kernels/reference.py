@@ -57,6 +57,7 @@ def sum_rows(x, order, ends):
 
 def update_(token, grad, rows, order, ends, table):
     tables.find(table).apply_update(rows, sum_rows(grad, order, ends))
+    tables.updates[table] += 1
     return torch.empty_like(token)
 
 

@@ -6,6 +6,7 @@ of these, and they change without a recompilation; the op therefore carries a na
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -25,6 +26,8 @@ class Table(Protocol):
 
 
 _tables: WeakValueDictionary[str, Table] = WeakValueDictionary()
+# How often each was updated: tells, after a step that failed, whether its update had run already.
+updates: Counter[str] = Counter()
 
 
 def register(table: Table, wish: str) -> str:

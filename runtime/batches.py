@@ -6,11 +6,14 @@ KeyedJaggedTensor, or a dict key or field name whose value is an integer tensor.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_kjt(x: Any) -> bool:
@@ -28,31 +31,47 @@ def _children(x: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(i), v) for i, v in enumerate(x))
 
 
+def _named(name: str, x: Any, wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(feature, tensor or KeyedJaggedTensor that holds its ids) for each place in the batch where a wanted one is."""
+    if is_kjt(x):
+        yield from ((key, x) for key in x.keys() if key in wanted)
+    elif isinstance(x, torch.Tensor):
+        if name in wanted and x.dtype in _INTEGERS:
+            yield name, x
+    else:
+        for child_name, child in _children(x):
+            yield from _named(child_name, child, wanted)
+
+
+def holders(batch: Any, wanted: Sequence[str]) -> list[Any]:
+    """The tensors and KeyedJaggedTensors of the batch that hold ids of the wanted features."""
+    return list({id(x): x for _, x in _named("", batch, wanted)}.values())
+
+
+def leaves(x: Any) -> Iterator[Any]:
+    """The tensors and KeyedJaggedTensors of the batch."""
+    if is_kjt(x) or isinstance(x, torch.Tensor):
+        yield x
+    else:
+        for _, child in _children(x):
+            yield from leaves(child)
+
+
 def features(batch: Any, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
     """The ids of each wanted feature, on the CPU. An error names the feature that is missing or there twice."""
     wanted = list(dict.fromkeys(wanted))
     found: dict[str, torch.Tensor] = {}
-
-    def keep(name: str, ids: torch.Tensor) -> None:
+    splits: dict[int, dict[str, torch.Tensor]] = {}
+    for name, x in _named("", batch, wanted):
         if name in found:
-            raise ValueError(f"freescale: feature {name!r} is in the batch twice; the look-ahead cannot tell which to plan")
-        found[name] = ids.cpu()
-
-    def walk(name: str, x: Any) -> None:
+            raise ValueError(f"freescale: feature {name!r} is in the batch twice; which one to plan cannot be told")
         if is_kjt(x):
-            keys = x.keys()
-            if any(k in wanted for k in keys):
-                for key, ids in _split(x).items():
-                    if key in wanted:
-                        keep(key, ids)
-        elif isinstance(x, torch.Tensor):
-            if name in wanted and not x.dtype.is_floating_point:
-                keep(name, x)
+            splits[id(x)] = splits.get(id(x)) or _split(x)
+            found[name] = splits[id(x)][name].cpu()
+        elif x.dim() != 1:
+            raise ValueError(f"freescale: feature {name!r} must be a tensor of 1 dimension, found {x.dim()}")
         else:
-            for child_name, child in _children(x):
-                walk(child_name, child)
-
-    walk("", batch)
+            found[name] = x.cpu()
     missing = [w for w in wanted if w not in found]
     if missing:
         raise ValueError(
@@ -75,7 +94,10 @@ def structure(x: Any) -> str:
         return f"KeyedJaggedTensor({', '.join(x.keys())})"
     if isinstance(x, torch.Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} tensor of {x.dim()} dimensions"
-    inside = ", ".join(f"{name}: {structure(child)}" for name, child in _children(x))
+    children = list(_children(x))
+    if isinstance(x, (list, tuple)) and not any(True for _ in leaves(x)):
+        children = []  # of words or numbers: may have any length
+    inside = ", ".join(f"{name}: {structure(child)}" for name, child in children)
     return f"{type(x).__name__}({inside})" if inside else type(x).__name__
 
 
@@ -83,18 +105,26 @@ def move(x: Any, device: torch.device) -> Any:
     """The batch on `device`, copied from pinned memory without waiting. On the CPU the batch itself."""
     if device.type == "cpu":
         return x
-    if isinstance(x, torch.Tensor) or is_kjt(x):
-        if x.device() == device if is_kjt(x) else x.device == device:
+    if is_kjt(x) or isinstance(x, torch.Tensor):
+        at = x.device() if is_kjt(x) else x.device
+        if at == device:
             return x
-        return x.pin_memory().to(device, non_blocking=True)
+        return (x.pin_memory() if at.type == "cpu" else x).to(device, non_blocking=True)
     return _rebuild(x, lambda child: move(child, device))
 
 
 def _rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(x, MutableMapping):
+        new = copy.copy(x)
+        new.update({k: change(v) for k, v in x.items()})
+        return new
     if isinstance(x, Mapping):
         return type(x)({k: change(v) for k, v in x.items()})  # type: ignore[call-arg]
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return dataclasses.replace(x, **{f.name: change(getattr(x, f.name)) for f in dataclasses.fields(x)})
+        twin: Any = copy.copy(x)
+        for f in dataclasses.fields(x):
+            object.__setattr__(twin, f.name, change(getattr(x, f.name)))  # frozen ones too
+        return twin
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*map(change, x))
     if isinstance(x, (list, tuple)):

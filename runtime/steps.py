@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from freescale import compat
 from freescale.kernels import plan
 
 Tensors = tuple[torch.Tensor, ...]
@@ -22,6 +23,9 @@ class Late:
     grad: torch.Tensor  # [n, dim]
     own: Tensors  # owner: rows, order, ends
     counts: Tensors  # [world] rows to each owner, rows from each requester
+
+    def __post_init__(self) -> None:
+        compat.mark_static(self.grad, 1)
 
 
 @dataclass
@@ -49,6 +53,10 @@ class StepPlan:
     used: bool = False
     stats: dict[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for counts in (*self.urgent[1:], *self.early_counts):
+            compat.mark_static(counts)
+
     def late(self) -> Late:
         """What this step leaves for the next one: nothing unless it had a backward pass."""
         grad = None if self.late_slot is None else self.late_slot.grad
@@ -59,8 +67,8 @@ class StepPlan:
 
 def nothing_late(rows: torch.Tensor, counts: torch.Tensor) -> Late:
     index = rows.new_empty(0, dtype=torch.int64)
-    zero = torch.zeros_like(counts)
-    return Late(rows.new_empty(0, rows.shape[1]), (index, index.clone(), index.clone()), (zero, zero.clone()))
+    zeros = tuple(compat.mark_static(torch.zeros_like(counts)) for _ in range(2))
+    return Late(rows.new_empty(0, rows.shape[1]), (index, index.clone(), index.clone()), zeros)
 
 
 def make(
@@ -91,6 +99,8 @@ def finish(p: StepPlan, asked: plan.Requests, gradients: plan.Split) -> None:
     p.late_index = late.index
     p.late_own = tuple(plan.group(late.rows))
     p.late_counts = (late.recv_counts, late.send_counts)
+    for counts in (*p.back[4:], *p.late_counts):
+        compat.mark_static(counts)
     n, dim = late.index.shape[0], p.arrived.shape[1]
     p.late_slot = p.arrived.new_empty(n, dim).requires_grad_()
     row = dim * p.arrived.element_size()

@@ -62,9 +62,9 @@ class FbgemmTable:
         counts = torch.bincount(table.cpu(), minlength=self._first.shape[0])
         sizes = torch.zeros_like(self._bags)
         sizes[self._first + 1] = counts
-        with torch.enable_grad():
+        with compat.autograd_inside_op():
             looked_up = self.emb(rows - self._starts[table], sizes.cumsum(0).to(rows.device))
-        torch.autograd.backward(looked_up, grads.view_as(looked_up))
+            torch.autograd.backward(looked_up, grads.view_as(looked_up))
 
     def describe(self, feature: int) -> str:
         return self.names[feature]

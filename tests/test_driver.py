@@ -48,7 +48,7 @@ def _refuses(gm, cfg):
 
 
 def _with_pass(fn):
-    return mock.patch.object(freescale.passes, "PASSES", ((config.PASS_NAMES[0], fn),))
+    return mock.patch.object(freescale.passes, "PASSES", (("find_exchanges", fn),))
 
 
 def test_a_refusal_is_said_once_and_changes_nothing(caplog):
@@ -76,14 +76,14 @@ def test_one_log_line_per_pass_and_graph(caplog):
     with caplog.at_level(logging.INFO, "freescale"):
         _step(codegen="eager")
     lines = [r.getMessage() for r in caplog.records if r.name == "freescale.driver"]
-    assert [line.split(":")[0] for line in lines] == ["forward find_exchanges", "backward find_exchanges"]
+    assert [line.split(":")[0] for line in lines] == [f"{w} {n}" for w in ("forward", "backward") for n in config.PASS_NAMES]
 
 
 def test_an_artifact_after_each_pass():
     with mock.patch.object(compat, "trace_artifact", wraps=compat.trace_artifact) as artifact:
         _step(codegen="eager")
     names = [call.args[0] for call in artifact.call_args_list]
-    assert names == [f"freescale_{w}_{n}" for w in ("forward", "backward") for n in ("before", "find_exchanges")]
+    assert names == [f"freescale_{w}_{n}" for w in ("forward", "backward") for n in ("before", *config.PASS_NAMES)]
     assert "mm" in artifact.call_args_list[0].args[1]()
 
 

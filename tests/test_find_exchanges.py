@@ -29,7 +29,7 @@ from freescale.passes.find_exchanges import find_exchanges
 from freescale.passes.graph_text import graph_text
 
 WORLD, ROWS, DIM, BATCH = 4, 32, 8, 12
-NOTE = re.compile(r"; plain (rows|gradients) .* bytes$", re.MULTILINE)
+NOTE = re.compile(r"; urgent (rows|gradients), plain, .* bytes$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -390,7 +390,7 @@ primals_4: float32[1, 8]
 primals_5: float32[1]
 embedding = aten.embedding(primals_1, primals_3)  # float32[s23, 8]
 floordiv = floordiv(primals_2, 4)  # (s23//4)
-all_to_all_single = _c10d_functional.all_to_all_single(embedding, [floordiv, floordiv, floordiv, floordiv], [floordiv, floordiv, floordiv, floordiv], 0)  # float32[4*((s23//4)), 8]; plain rows 128*((s23//4)) bytes
+all_to_all_single = _c10d_functional.all_to_all_single(embedding, [floordiv, floordiv, floordiv, floordiv], [floordiv, floordiv, floordiv, floordiv], 0)  # float32[4*((s23//4)), 8]; urgent rows, plain, 128*((s23//4)) bytes
 wait_tensor = _c10d_functional.wait_tensor(all_to_all_single)  # float32[4*((s23//4)), 8]
 permute = aten.permute(primals_4, [1, 0])  # float32[8, 1]
 addmm = aten.addmm(primals_5, wait_tensor, permute)  # float32[4*((s23//4)), 1]
@@ -414,7 +414,7 @@ permute_2 = aten.permute(tangents_1, [1, 0])  # float32[1, 4*((s23//4))]
 mm_1 = aten.mm(permute_2, wait_tensor)  # float32[1, 8]
 sum_1 = aten.sum.dim_IntList(tangents_1, [0], True)  # float32[1, 1]
 view = aten.view(sum_1, [1])  # float32[1]
-all_to_all_single_1 = _c10d_functional.all_to_all_single(mm, [floordiv, floordiv, floordiv, floordiv], [floordiv, floordiv, floordiv, floordiv], 0)  # float32[4*((s23//4)), 8]; plain gradients 128*((s23//4)) bytes
+all_to_all_single_1 = _c10d_functional.all_to_all_single(mm, [floordiv, floordiv, floordiv, floordiv], [floordiv, floordiv, floordiv, floordiv], 0)  # float32[4*((s23//4)), 8]; urgent gradients, plain, 128*((s23//4)) bytes
 wait_tensor_1 = _c10d_functional.wait_tensor(all_to_all_single_1)  # float32[4*((s23//4)), 8]
 ge = aten.ge.Scalar(primals_3, 0)  # bool[s23]
 lt = aten.lt.Scalar(primals_3, 32)  # bool[s23]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 import expecttest
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 
 from fake_world import fake_world, graphs_of
 from freescale import compat
-from ranks import run_ranks_apart
+from ranks import run_ranks, run_ranks_apart
 
 TORCH = compat.torch_version()
 
@@ -56,6 +58,37 @@ def test_graphs_and_guards_do_not_grow_with_the_world():
     assert min(small) > 10  # there is something to count
 
 
+def _planned() -> dict[tuple[str, str], str]:
+    import freescale
+
+    model = torch.compile(ByName(), backend="freescale", fullgraph=True, options={"codegen": "eager"})
+    batches = [{"item": torch.arange(n) % 3} for n in (5, 7)]
+
+    def steps():
+        for batch in freescale.LookaheadLoader(batches, model):
+            model(batch).backward()
+
+    return graphs_of(steps)
+
+
+class ByName(Model):
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(batch["item"])
+
+
+def _exchange_lines(text: str) -> str:
+    """The lines that launch, wait, update, sum or leave the graph."""
+    words = ("freescale.", "wait_tensor", "return", "index_select", "index.Tensor", "cat(")
+    return "\n".join(line for line in text.splitlines() if any(w in line for w in words))
+
+
+def _changed(texts: dict[tuple[str, str], str], way: str) -> str:
+    """The lines that split_exchanges changed."""
+    before, after = (texts[way, name].splitlines() for name in ("find_exchanges", "split_exchanges"))
+    lines = difflib.unified_diff(before, after, n=0, lineterm="")
+    return "\n".join(line for line in lines if line[:3] not in ("---", "+++") and line[:2] != "@@")
+
+
 @pytest.mark.skipif(TORCH != "2.13", reason="2.11 and 2.12 number the same nodes differently")
 class Golden(expecttest.TestCase):
     maxDiff = None
@@ -63,17 +96,18 @@ class Golden(expecttest.TestCase):
     @classmethod
     def setUpClass(cls):
         (cls.texts,) = run_ranks_apart(_texts, [(0, 256)])
+        (cls.planned,) = run_ranks(_planned, 1)
 
-    def test_forward(self):
+    def test_composites_of_the_forward(self):
         self.assertExpectedInline(self.texts["forward", "find_exchanges"], """\
 primals_1: int64[256]
 primals_2: int64[256]
 primals_3: int64[257]
 primals_4: s23
 primals_5: int64[s23]
-primals_7: float32[8, 8]
-primals_8: float32[1, 8]
-primals_9: float32[1]
+primals_6: float32[0, 8]
+primals_7: float32[1, 8]
+primals_8: float32[1]
 plan_now = freescale.plan_now([primals_5], [0], [2048], primals_1, primals_2, primals_3, item, 0)  # (int64[s23], int64[s23], int64[u0], int64[256], int64[u1], int64[256], int64[u2], int64[u1], int64[u2])
 getitem = getitem(plan_now, 0)  # int64[s23]
 getitem_1 = getitem(plan_now, 1)  # int64[s23]
@@ -95,21 +129,22 @@ ge_2 = ge(sym_size_int_3, 0)  # u2 >= 0
 _assert_scalar_2 = aten._assert_scalar(ge_2, Runtime assertion failed for expression u2 >= 0 on node 'ge_2')
 le = le(sym_size_int_3, sym_size_int_2)  # u2 <= u1
 _assert_scalar_3 = aten._assert_scalar(le, Runtime assertion failed for expression u2 <= u1 on node 'le')
-exchange_forward = freescale.exchange_forward(primals_7, getitem_4, getitem_5, getitem_3, sym_size_int_1, 0)  # float32[u0, 8]; composite rows 32*u0 bytes
+exchange_forward = freescale.exchange_forward(primals_6, getitem_4, getitem_5, getitem_3, sym_size_int_1, 0, item, 0)  # float32[u0, 8]; urgent rows, composite, 32*u0 bytes
 index = aten.index.Tensor(exchange_forward, [getitem])  # float32[s23, 8]
 split_with_sizes = aten.split_with_sizes(index, [primals_4])  # (float32[s23, 8])
 getitem_9 = getitem(split_with_sizes, 0)  # float32[s23, 8]
 tanh = aten.tanh(getitem_9)  # float32[s23, 8]
-permute = aten.permute(primals_8, [1, 0])  # float32[8, 1]
-addmm = aten.addmm(primals_9, tanh, permute)  # float32[s23, 1]
+permute = aten.permute(primals_7, [1, 0])  # float32[8, 1]
+addmm = aten.addmm(primals_8, tanh, permute)  # float32[s23, 1]
 sum_1 = aten.sum(addmm)  # float32[]
-return [sum_1, primals_7, primals_8, getitem_1, getitem_2, getitem_3, getitem_5, getitem_6, getitem_7, getitem_8, tanh, primals_4, sym_size_int_1, sym_size_int_3, sym_size_int_2]""")
+return [sum_1, primals_6, primals_7, getitem_1, getitem_2, getitem_3, getitem_5, getitem_6, getitem_7, getitem_8, tanh, primals_4, sym_size_int_2, sym_size_int_1, sym_size_int_3]""")
 
-    def test_backward(self):
+    def test_composites_of_the_backward(self):
         self.assertExpectedInline(self.texts["backward", "find_exchanges"], """\
 primals_4: s23
-primals_7: float32[8, 8]
-primals_8: float32[1, 8]
+sym_size_int_2: u1
+primals_6: float32[0, 8]
+primals_7: float32[1, 8]
 getitem_1: int64[s23]
 getitem_2: int64[u0]
 getitem_3: int64[256]
@@ -120,7 +155,7 @@ getitem_8: int64[u2]
 tanh: float32[s23, 8]
 tangents_1: float32[]
 expand = aten.expand(tangents_1, [primals_4, 1])  # float32[s23, 1]
-permute = aten.permute(primals_8, [1, 0])  # float32[8, 1]
+permute = aten.permute(primals_7, [1, 0])  # float32[8, 1]
 permute_1 = aten.permute(permute, [1, 0])  # float32[1, 8]
 mm = aten.mm(expand, permute_1)  # float32[s23, 8]
 permute_2 = aten.permute(expand, [1, 0])  # float32[1, s23]
@@ -132,7 +167,50 @@ sub_13 = aten.sub.Tensor(1, mul_18)  # float32[s23, 8]
 mul_19 = aten.mul.Tensor(mm, sub_13)  # float32[s23, 8]
 sum_rows = freescale.sum_rows(mul_19, getitem_1, getitem_2)  # float32[u0, 8]
 div = aten.div.Tensor(sum_rows, 256)  # float32[u0, 8]
-auto_functionalized_v2 = auto_functionalized_v2(freescale.exchange_backward.default, grad=div, own_rows=getitem_6, own_order=getitem_7, own_ends=getitem_8, send_counts=getitem_5, recv_counts=getitem_3, table=item, group_name=0, _weight_base_index=0, _all_bases=[primals_7])  # (None, float32[8, 8]); composite gradients 32*u1 bytes
-getitem_11 = getitem(auto_functionalized_v2, 1)  # float32[8, 8]
-copy_ = aten.copy_(primals_7, getitem_11)  # float32[8, 8]
-return [None, None, None, None, None, None, None, mm_1, view]""")
+exchange_backward = freescale.exchange_backward(primals_6, div, getitem_6, getitem_7, getitem_8, getitem_3, getitem_5, sym_size_int_2, 0, item, 0)  # float32[0, 8]; urgent gradients, composite, 32*u1 bytes
+return [None, None, None, None, None, exchange_backward, mm_1, view]""")
+
+    def test_opened_forward(self):
+        self.assertExpectedInline(_changed(self.texts, "forward"), """\
+-exchange_forward = freescale.exchange_forward(primals_6, getitem_4, getitem_5, getitem_3, sym_size_int_1, 0, item, 0)  # float32[u0, 8]; urgent rows, composite, 32*u0 bytes
+-index = aten.index.Tensor(exchange_forward, [getitem])  # float32[s23, 8]
++all_to_all_rows_launch_default = freescale.all_to_all_rows_launch(primals_6, getitem_4, getitem_5, getitem_3, sym_size_int_1, 0, item, 0)  # float32[u0, 8]; urgent rows, chunk, 32*u0 bytes
++wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_rows_launch_default)  # float32[u0, 8]
++index = aten.index.Tensor(wait_tensor_default, [getitem])  # float32[s23, 8]""")
+
+    def test_opened_backward(self):
+        self.assertExpectedInline(_changed(self.texts, "backward"), """\
+-exchange_backward = freescale.exchange_backward(primals_6, div, getitem_6, getitem_7, getitem_8, getitem_3, getitem_5, sym_size_int_2, 0, item, 0)  # float32[0, 8]; urgent gradients, composite, 32*u1 bytes
+-return [None, None, None, None, None, exchange_backward, mm_1, view]
++all_to_all_launch_default = freescale.all_to_all_launch(div, getitem_3, getitem_5, sym_size_int_2, 0, 0)  # float32[u1, 8]; urgent gradients, chunk, 32*u1 bytes
++wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u1, 8]
++update__default = freescale.update_(primals_6, wait_tensor_default, getitem_6, getitem_7, getitem_8, item)  # float32[0, 8]
++return [None, None, None, None, None, update__default, mm_1, view]""")
+
+    def test_planned_forward(self):
+        """Urgent rows launched and waited for; the early chunk that has arrived; the late gradients of the step before
+        launched, waited for and applied; then the early rows of the next batch looked up and launched, not waited for.
+        """
+        self.assertExpectedInline(_exchange_lines(self.planned["forward", "split_exchanges"]), """\
+expect_ids = freescale.expect_ids(primals_3, [primals_2], primals_5, primals_6, item)  # float32[0, 8]
+wait_tensor = _c10d_functional.wait_tensor(primals_9)  # float32[s35, 8]
+all_to_all_rows_launch_default = freescale.all_to_all_rows_launch(expect_ids, primals_20, primals_21, primals_22, sub_1, 0, item, 0)  # float32[s13 - s35, 8]; urgent rows, chunk, 32*s13 - 32*s35 bytes
+wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_rows_launch_default)  # float32[s13 - s35, 8]
+cat = aten.cat([wait_tensor, wait_tensor_default])  # float32[s13, 8]
+index = aten.index.Tensor(cat, [primals_14])  # float32[s38, 8]
+all_to_all_launch_default = freescale.all_to_all_launch(primals_38, primals_43, primals_44, primals_35, 1, 0)  # float32[s10, 8]; late gradients, chunk, 32*s10 bytes
+wait_tensor_default_1 = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[s10, 8]
+update__default = freescale.update_(expect_ids, wait_tensor_default_1, primals_40, primals_36, primals_42, item)  # float32[0, 8]
+all_to_all_rows_launch = freescale.all_to_all_rows_launch(update__default, primals_47, primals_48, primals_49, primals_45, 2, item, 0)  # float32[s41, 8]; early rows, chunk, 32*s41 bytes
+return [sum_1, all_to_all_rows_launch, primals_16, primals_18, primals_24, primals_26, primals_28, primals_30, primals_31, primals_32, primals_34, primals_50, expect_ids, tanh, primals_13, primals_27, primals_15, primals_17, primals_23, primals_25, primals_29, primals_10]""")
+
+    def test_planned_backward(self):
+        """Urgent gradients launched, waited for and applied; the late ones leave the graph as they are."""
+        self.assertExpectedInline(_exchange_lines(self.planned["backward", "split_exchanges"]), """\
+sum_rows = freescale.sum_rows(mul_18, primals_16, primals_18)  # float32[s13, 8]
+index_1 = aten.index.Tensor(sum_rows, [primals_24])  # float32[s17, 8]
+all_to_all_launch_default = freescale.all_to_all_launch(index_1, primals_31, primals_32, primals_27, 0, 0)  # float32[s18, 8]; urgent gradients, chunk, 32*s18 bytes
+wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[s18, 8]
+update__default = freescale.update_(expect_ids, wait_tensor_default, primals_26, primals_28, primals_30, item)  # float32[0, 8]
+index_2 = aten.index.Tensor(sum_rows, [primals_34])  # float32[s16, 8]
+return [None, None, update__default, None, None, None, None, None, None, None, None, index_2, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, mm_1, view]""")

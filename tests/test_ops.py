@@ -22,8 +22,8 @@ class PlainSgd:
     def __init__(self, rows: int, dim: int) -> None:
         self.weight = torch.arange(rows * dim, dtype=torch.float32).view(rows, dim)
 
-    def apply_update(self, weight, rows, grads):
-        weight[rows] -= grads
+    def apply_update(self, rows, grads):
+        self.weight[rows] -= grads
 
     def describe(self, feature):
         return f"feature {feature}"
@@ -44,19 +44,44 @@ def _plan_args(table: str, group: str):
 def test_opcheck(one_rank):
     table = PlainSgd(10, 3)
     name = tables.register(table, "t")
-    counts = torch.tensor([3])
+    counts, token = torch.tensor([3]), torch.empty(0, 3)
     grads, rows = torch.randn(3, 3), torch.tensor([1, 4])
     order, ends = torch.tensor([0, 2, 1]), torch.tensor([2, 3])
+    asked = (torch.tensor([1, 4, 1]), counts, counts, 3, 0)
     opcheck(ops.plan_now, _plan_args(name, one_rank))
     opcheck(ops.checked_rows, ([torch.tensor([1, 0])], [0], [4], name, one_rank))
-    opcheck(ops.exchange_forward, (table.weight, torch.tensor([1, 4, 1]), counts, counts, 3, one_rank))
-    opcheck(ops.exchange_backward, (table.weight, grads, rows, order, ends, counts, counts, name, one_rank))
+    opcheck(ops.expect_ids, (token, [torch.tensor([1, 0])], torch.tensor([1, 0]), torch.tensor(7), name))
+    opcheck(ops.exchange_forward, (token, *asked, name, one_rank))
+    opcheck(ops.exchange_backward, (token, grads, rows, order, ends, counts, counts, 3, 0, name, one_rank))
     opcheck(ops.sum_rows, (grads, order, ends))
-    opcheck(ops.update_, (table.weight, grads, rows, order, ends, name))
+    opcheck(ops.update_, (token, grads, rows, order, ends, name))
     # A launched tensor may only be looked at after its wait, so opcheck's comparison of outputs does not apply.
-    opcheck(
-        ops.all_to_all_launch, (grads, counts, counts, 3, 0, one_rank), test_utils=("test_schema", "test_faketensor")
-    )
+    launched = ("test_schema", "test_faketensor")
+    opcheck(ops.all_to_all_launch, (grads, counts, counts, 3, 0, one_rank), test_utils=launched)
+    opcheck(ops.all_to_all_rows_launch, (token, *asked, name, one_rank), test_utils=launched)
+
+
+def test_composites_are_their_small_ops(one_rank):
+    table = PlainSgd(10, 3)
+    name = tables.register(table, "t")
+    counts, token = torch.tensor([3]), torch.empty(0, 3)
+    rows = torch.tensor([1, 4, 1])
+    got = ops.exchange_forward(token, rows, counts, counts, 3, 0, name, one_rank)
+    assert torch.equal(got, table.weight[rows])
+    before = table.weight.clone()
+    order, ends = torch.tensor([0, 2, 1]), torch.tensor([2, 3])
+    args = (torch.ones(3, 3), torch.tensor([1, 4]), order, ends, counts, counts, 3, 0, name, one_rank)
+    assert ops.exchange_backward(token, *args).shape == token.shape
+    assert (before - table.weight)[:, 0].tolist() == [0, 2, 0, 0, 1, 0, 0, 0, 0, 0]
+
+
+def test_ids_that_were_not_planned_are_refused():
+    token, step = torch.empty(0, 3), torch.tensor(7)
+    ids = [torch.tensor([1, 2]), torch.tensor([3])]
+    ops.expect_ids(token, ids, torch.tensor([1, 2, 3]), step, "t")
+    for planned in ([1, 2, 4], [1, 2]):
+        with pytest.raises(RuntimeError, match="not those of batch 7"):
+            ops.expect_ids(token, ids, torch.tensor(planned), step, "t")
 
 
 def test_plan_now_of_one_rank(one_rank):
@@ -76,7 +101,7 @@ def test_update_sums_then_applies():
     name = tables.register(table, "t")
     before = table.weight.clone()
     grads = torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]])
-    ops.update_(table.weight, grads, torch.tensor([7, 9]), torch.tensor([0, 2, 1]), torch.tensor([2, 3]), name)
+    ops.update_(torch.empty(0, 2), grads, torch.tensor([7, 9]), torch.tensor([0, 2, 1]), torch.tensor([2, 3]), name)
     change = before - table.weight
     assert change[7].tolist() == [5.0, 5.0] and change[9].tolist() == [2.0, 2.0]
     assert change.abs().sum() == 14.0

@@ -144,12 +144,17 @@ def train(
     model: Any, run: Any, steps: int, first: int = 0, none: bool = True, lr: float = 0.05
 ) -> list[float]:
     """`steps` plain steps of `run`, which is the model itself (eager) or compiled from it."""
+    rank = dist.get_rank()
+    return train_on(model, run, (batch(s, rank, run is model, none) for s in range(first, first + steps)), lr)
+
+
+def train_on(model: Any, run: Any, batches: Any, lr: float = 0.05) -> list[float]:
     dense = [p for n, p in model.named_parameters() if not hasattr(p, "_in_backward_optimizers")]
     optimizer = torch.optim.SGD(dense, lr=lr)
     losses = []
-    for step in range(first, first + steps):
+    for features, weight in batches:
         optimizer.zero_grad(set_to_none=False)
-        loss = run(*batch(step, dist.get_rank(), eager=run is model, none=none))
+        loss = run(features, weight)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))

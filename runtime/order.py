@@ -1,0 +1,478 @@
+"""What is pending between two steps, and whether all ranks are at the same place when it is applied.
+
+A `Run` is one loop over a LookaheadLoader: the batch that it handed out last, and the gradients that the last step
+left for the next one. `Tables` sees every use of a model through hooks that live as long as a loop does; it lets the
+innermost loop go on, applies what is pending first, or refuses.
+
+Before a step, before pending gradients are applied and at the end of a loop the ranks meet: each says what it is about
+to do, in one small gather over a CPU group of its own. So nobody starts an exchange that others will not join, and a
+rank that leaves its loop, or brings a wrong batch, is an error on every rank instead of a hang.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from freescale import compat, config
+from freescale.kernels import tables
+from freescale.kernels.ops import EARLY
+from freescale.runtime import batches, steps
+from freescale.runtime.exchange import Exchange
+
+log = logging.getLogger(__name__)
+
+_wait = torch.ops._c10d_functional.wait_tensor
+
+# What a rank is about to do.
+STEP, EVALUATE, FLUSH, CLOSE = range(4)
+_DOES = ("trains", "evaluates", "reads the tables", "leaves its loop")
+# What reached the model: the number of a batch of the loader, or
+UNKNOWN, FOREIGN = -1, -2
+
+
+class Said(NamedTuple):
+    """What a rank says when the ranks meet."""
+
+    kind: int
+    loop: int  # how manieth of the model
+    number: int  # of the batch that was handed out last, -1 before the first
+    used: int  # has it been through the model?
+    pending: int  # the step whose gradients are pending, -1 if none are
+    came: int  # what reached the model
+
+
+@dataclass
+class Planned:
+    """A batch and its plans, one per exchange."""
+
+    number: int
+    batch: Any
+    plans: list[steps.StepPlan]
+
+    @property
+    def used(self) -> bool:
+        return any(p.used for p in self.plans)
+
+
+class Run:
+    """The state of one loop."""
+
+    def __init__(self, exchanges: list[Exchange], loop: int) -> None:
+        self.exchanges, self.loop = exchanges, loop
+        self.current: Planned | None = None  # handed out last
+        self.closed = False  # all ranks have agreed that it ends
+        self.broken: str | None = None  # why the ranks can agree on nothing any more
+        self.stop_planning: Callable[[int, bool], None] = lambda more, together: None
+        self.behind = 0  # how many batches fewer than the furthest rank this one has taken when the loop ends
+        # Per exchange the last step that ran: its late gradients are pending until the next step has taken them.
+        self._last: list[steps.StepPlan | None] = [None] * len(exchanges)
+        self._updates: list[int] | None = None  # of each table when the step began; None outside a step
+        # The tensors with ids of the last batches, to recognise a batch that comes again.
+        self._handed: deque[tuple[int, list[weakref.ref[Any]]]] = deque(maxlen=4)
+
+    # -- batches -------------------------------------------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        return -1 if self.current is None else self.current.number
+
+    def hand_out(self, item: Planned, batch: Any) -> None:
+        """`batch`, on the device, goes to the user."""
+        self.current = item
+        wanted = [f for x in self.exchanges for f in x.features]
+        self._handed.appendleft((item.number, [weakref.ref(t) for t in batches.holders(batch, wanted)]))
+        for p in item.plans:
+            steps.place(p)
+            assert p.next is not None
+            steps.place(p.next)
+
+    def what_came(self, args: Any) -> int:
+        """Which batch the arguments of the model are made of."""
+        got = {id(t) for t in batches.leaves(args)}
+        for number, refs in self._handed:
+            if refs and all(id(r()) in got for r in refs):
+                return number
+        if self.current is None:
+            return FOREIGN
+        for x, p in zip(self.exchanges, self.current.plans, strict=True):
+            try:
+                found = batches.features(args, x.features)
+            except ValueError:
+                return UNKNOWN
+            if p.ids.device.type != "cpu":
+                return UNKNOWN  # comparing would wait for the device; the graph compares
+            if not torch.equal(torch.cat([found[f].long().view(-1) for f in x.features]), p.ids):
+                return FOREIGN
+        return self.current.number
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The batch handed out last is about to go through the model, on every rank."""
+        assert self.current is not None
+        pairs = list(zip(self._last, self.current.plans, strict=True))
+        # Where the step before this one did not run, nobody has fetched rows for this one.
+        skipped = [self.current.number > 0 and (q is None or q.next is not p) for q, p in pairs]
+        if any(skipped):
+            self.apply()
+        for x, (q, p), fetch in zip(self.exchanges, pairs, skipped, strict=True):
+            p.before = steps.nothing_late(p.arrived, p.urgent[1]) if q is None else q.late()
+            if fetch:
+                _wait(p.arrived)
+                p.arrived = torch.ops.freescale.all_to_all_rows_launch(
+                    x.anchor.detach(), p.early_rows, *p.early_counts, p.early_slots.shape[0], EARLY,
+                    x.name, x.group_name
+                )  # fmt: skip
+            x.plan = p
+        self._updates = [tables.updates[x.name] for x in self.exchanges]
+
+    def end(self) -> None:
+        """The forward pass is over, or has failed."""
+        if self._updates is None or self.current is None:
+            return
+        for i, (x, p) in enumerate(zip(self.exchanges, self.current.plans, strict=True)):
+            q, x.plan, p.before = self._last[i], None, None
+            if p.used or tables.updates[x.name] != self._updates[i]:  # the gradients of the step before are applied
+                if q is not None and q.late_slot is not None:
+                    _refuse_backward(q.late_slot, int(q.step))
+                    q.late_slot = None
+            if p.used:
+                self._last[i] = p
+        self._updates = None
+
+    # -- pending gradients ---------------------------------------------------------------------------------------
+
+    def _left(self) -> Iterator[tuple[Exchange, steps.StepPlan]]:
+        for x, q in zip(self.exchanges, self._last, strict=True):
+            if q is not None and q.late_slot is not None and q.late_slot.grad is not None:
+                yield x, q
+
+    @property
+    def pending(self) -> int:
+        """The step whose gradients are pending, -1 if none are; the same on every rank at the same place."""
+        return max((int(q.step) for _, q in self._left()), default=-1)
+
+    def apply(self) -> None:
+        """Send and apply what is pending. Every rank does so at the same place."""
+        for x, q in self._left():
+            late = q.late()
+            try:
+                torch.ops.freescale.exchange_backward(
+                    x.anchor.detach(), late.grad, *late.own, *late.counts, late.own[1].shape[0], 0, x.name, x.group_name
+                )
+            except Exception as error:
+                self.broken = str(error)
+                raise RuntimeError(self.lost()) from error
+            q.late_slot = None
+
+    def lost(self) -> str:
+        """What will not be applied, in words; empty if it is nothing."""
+        parts = []
+        for x, q in self._left():
+            late = q.late()
+            held, owned = late.grad.shape[0], late.own[0].shape[0]
+            if held or owned:
+                parts.append(
+                    f"gradients of step {int(q.step)} for table {x.name} were not applied: {held} rows that this rank "
+                    f"computed, {owned} rows that it owns"
+                )
+        return f"freescale: {'; '.join(parts)} ({self.broken})" if parts else ""
+
+    def drop_arriving(self) -> None:
+        """Rows that were fetched for a batch that will not come: nothing depends on them, but they must arrive."""
+        for q in self._last:
+            if q is not None and q.next is not None:
+                _wait(q.next.arrived)
+
+
+def _refuse_backward(slot: torch.Tensor, number: int) -> None:
+    """A backward pass of a step whose late gradients nobody will fetch any more must not go by in silence."""
+
+    def refuse(grad: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"freescale: backward of step {number} after the forward pass of a later batch: {grad.shape[0]} rows of "
+            "its gradients have missed their step. Call backward before the next batch goes through the model"
+        )
+
+    if slot.grad is None:
+        slot.register_hook(refuse)
+
+
+class Tables:
+    """The loops over a model's tables, the innermost last, and the hooks that see its uses."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self.loops = 0
+        # Groups of their own: nothing here comes between the collectives of the training. The first is for meetings;
+        # the others are for the planning threads of loops inside each other.
+        self._meeting: dist.ProcessGroup = dist.new_group(backend="gloo")
+        self._planning: list[dist.ProcessGroup] = [dist.new_group(backend="gloo")]
+        self._hooks: dict[torch.nn.Module, list[Any]] = {}
+        self._inside = False  # a call of the compiled model
+        self._unsaid: RuntimeError | None = None  # what Python did not raise where it happened
+
+    def __deepcopy__(self, memo: Any) -> Tables:
+        return self  # a copy of the model in the middle of a loop brings its hooks along
+
+    # -- loops ---------------------------------------------------------------------------------------------------
+
+    def enter(self, model: torch.nn.Module, exchanges: list[Exchange]) -> Run:
+        self._say()
+        if self.runs:
+            self.flush()
+        self.loops += 1
+        run = Run(exchanges, self.loops)
+        self.runs.append(run)
+        if model not in self._hooks:
+            self._hooks[model] = self._hook(model, exchanges)
+        return run
+
+    def planning_group(self) -> dist.ProcessGroup:
+        """For the loop on top: a thread of its own needs a group of its own."""
+        depth = len(self.runs)
+        while len(self._planning) < depth:
+            self._planning.append(dist.new_group(backend="gloo"))
+        return self._planning[depth - 1]
+
+    def must_be_on_top(self, run: Run) -> None:
+        if not self.runs or self.runs[-1] is not run:
+            raise RuntimeError(
+                "freescale: a model is used under two LookaheadLoaders at once: one asks for its next batch while the "
+                "other is still running; finish or close the inner one first"
+            )
+
+    def close(self, run: Run, unsaid: bool) -> None:
+        """End a loop, and those inside it. `unsaid`: Python will not raise what is raised here; the next use will."""
+        while run in self.runs:
+            top, failure = self.runs[-1], None
+            try:
+                self._finish(top)
+            except RuntimeError as error:
+                failure = error
+            top.stop_planning(top.behind, top.broken is None)
+            self.runs.pop()
+            if failure is not None and (unsaid or top is not run):
+                self._unsaid = failure
+            if not self.runs and self._unsaid is None:
+                self._unhook()
+            if failure is not None and top is run:
+                raise failure
+
+    def _finish(self, run: Run) -> None:
+        """All ranks agree on the end of the loop on top, and apply what is pending."""
+        run.end()
+        cause = None
+        try:
+            if run.broken is None and not run.closed:
+                self._meet(CLOSE)
+        except RuntimeError as error:
+            cause = error
+        if run.broken is None:
+            run.drop_arriving()
+        elif lost := run.lost():
+            raise RuntimeError(lost) from cause
+
+    def _say(self) -> None:
+        if self._unsaid is not None:
+            error, self._unsaid = self._unsaid, None
+            if not self.runs:
+                self._unhook()
+            raise error
+
+    # -- meetings ------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Apply what is pending before the tables are used outside the planned order."""
+        if self.runs[-1].pending >= 0:
+            self._meet(FLUSH)
+
+    def _meet(self, kind: int, came: int = UNKNOWN) -> list[Said]:
+        """What every rank is about to do. Returns where this rank may do it; raises where it may not."""
+        run = self.runs[-1]
+        while True:
+            said = self._hear(run, kind, came)
+            kinds = {s.kind for s in said}
+            same = len({(s.loop, s.pending) for s in said}) == 1
+            if CLOSE in kinds:
+                run.closed, run.behind = True, max(s.number for s in said) - run.number
+                if not same:
+                    run.broken = _differ(said)
+            if same and kinds & {FLUSH, CLOSE}:
+                run.apply()
+            if not same or (len(kinds) > 1 and FLUSH not in kinds):
+                if kind == CLOSE and same:
+                    log.warning(_differ(said))
+                    return said
+                raise RuntimeError(_differ(said))
+            if kind == FLUSH or FLUSH not in kinds:
+                return said
+            # Another rank wanted the flush alone (state_dict on one rank); it is done, now this rank's own.
+
+    def _hear(self, run: Run, kind: int, came: int) -> list[Said]:
+        used = run.current is not None and run.current.used
+        mine = Said(kind, run.loop, run.number, used, run.pending, came)
+        timeout = config.load().timeout if kind in (FLUSH, CLOSE) else None
+        if run.closed:
+            raise RuntimeError("freescale: this LookaheadLoader's loop has ended: the ranks were not at the same place")
+        if run.broken is None and not dist.is_initialized():
+            run.broken = "the process group is gone"
+        if run.broken is not None:
+            raise RuntimeError(f"freescale: {run.broken}")
+        try:
+            return [Said(*s) for s in compat.gather_ints(mine, self._meeting, timeout)]
+        except Exception as error:
+            within = "" if timeout is None else f" within {timeout:g} s (FREESCALE_TIMEOUT)"
+            run.broken = f"the other ranks did not come to the same place{within}: {error}"
+            raise RuntimeError(f"freescale: {run.broken}") from error
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def _hook(self, model: torch.nn.Module, exchanges: list[Exchange]) -> list[Any]:
+        handles: list[Any] = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward, always_call=True),
+        ]
+        for module in model.modules():
+            handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
+        for module in table_modules(model):
+            handles.append(module.register_forward_pre_hook(self._before_lookup))
+            handles.append(module.register_load_state_dict_pre_hook(self._before_load))
+        return handles
+
+    def _unhook(self) -> None:
+        for handle in (h for handles in self._hooks.values() for h in handles):
+            handle.remove()
+        self._hooks.clear()
+
+    def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Every call of the compiled model, outside the graph."""
+        self._say()
+        if not self.runs:
+            return
+        run = self.runs[-1]
+        run.end()  # of a step that something worse than an Exception has left
+        if torch.is_grad_enabled():
+            if len(self.runs) > 1:
+                raise RuntimeError(
+                    "freescale: a training step under a second LookaheadLoader while the first has not ended: a model "
+                    "is trained under one loader at a time (evaluation under torch.no_grad() is fine)"
+                )
+            came = run.what_came((args, kwargs))
+            _all_brought_it(self._meet(STEP, came))
+            run.begin()
+        else:
+            fresh = run.current is not None and not run.current.used
+            if fresh and all(s.came == s.number for s in self._meet(EVALUATE, run.what_came((args, kwargs)))):
+                run.begin()
+            else:
+                self.flush()
+        self._inside = True
+
+    def _after_forward(self, *args: Any) -> None:
+        self._inside = False
+        if self.runs:
+            self.runs[-1].end()
+
+    def _before_lookup(self, *args: Any) -> None:
+        """A table is used without the compiled model."""
+        if torch.compiler.is_compiling() or self._inside:
+            return
+        self._say()
+        if self.runs:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "freescale: a table is used in training without its compiled model while a LookaheadLoader's loop "
+                    "is on; call what torch.compile returned, or leave the loop first"
+                )
+            self.flush()
+
+    def _before_state_dict(self, *args: Any) -> None:
+        self._say()
+        if self.runs:
+            self.flush()
+
+    def _before_load(self, *args: Any) -> None:
+        self._say()
+        if self.runs:
+            raise RuntimeError(
+                "freescale: load_state_dict while a LookaheadLoader's loop is on: rows for the next batch were fetched "
+                "already; leave the loop first"
+            )
+
+
+def _differ(said: list[Said]) -> str:
+    def words(s: Said) -> str:
+        at = "before its first batch" if s.number < 0 else f"{'after' if s.used else 'at'} batch {s.number}"
+        return f"{_DOES[s.kind]} {at}"
+
+    groups: dict[str, list[str]] = {}
+    for rank, s in enumerate(said):
+        groups.setdefault(words(s), []).append(str(rank))
+    return "freescale: the ranks are not at the same place: " + "; ".join(
+        f"rank {', '.join(ranks[:8])}{' and others' if len(ranks) > 8 else ''}: {w}" for w, ranks in groups.items()
+    )
+
+
+def _all_brought_it(said: list[Said]) -> None:
+    """Every rank is about to train on the batch that its loader handed out last, which is the same for all."""
+    for rank, s in enumerate(said):
+        if s.number >= 0 and not s.used and s.came in (s.number, UNKNOWN):
+            continue
+        if s.number < 0 or s.used:
+            expected = f"batch {s.number + 1}, which has not been taken from the loader yet"
+        else:
+            expected = f"batch {s.number}, which the loader handed out last"
+        if s.came < 0:
+            came = "a batch that did not come from the loader"
+        else:
+            came = f"batch {s.came} again" if s.came == s.number else f"batch {s.came}, out of order"
+        raise RuntimeError(
+            f"freescale: rank {rank}: the model expected {expected}; what came is {came}. Pass each batch of a "
+            "LookaheadLoader to the model once, in order; evaluate other batches under torch.no_grad()"
+        )
+    if len({s.number for s in said}) > 1:
+        raise RuntimeError(_differ(said))
+
+
+# ---- the tables of a model --------------------------------------------------------------------------------------
+
+
+def table_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules whose tables an exchange serves, in the model's order, the same on every rank."""
+    return [m for m in model.modules() if _exchanges(m)]
+
+
+def exchanges_of(model: torch.nn.Module) -> list[Exchange]:
+    """The exchanges of a model, in the order of its modules, the same on every rank."""
+    return list(dict.fromkeys(x for m in model.modules() for x in _exchanges(m)))
+
+
+def _exchanges(module: torch.nn.Module) -> list[Exchange]:
+    from freescale.runtime import torchrec_tables
+    from freescale.runtime.native import ShardedEmbedding
+
+    if isinstance(module, ShardedEmbedding):
+        return [module._exchange]
+    if type(module).__name__ == "ShardedEmbeddingCollection" and torchrec_tables.why_not(module) is None:
+        return torchrec_tables.collection_of(module).exchanges
+    return []
+
+
+_of: weakref.WeakKeyDictionary[Exchange, Tables] = weakref.WeakKeyDictionary()
+
+
+def tables_of(exchanges: list[Exchange]) -> Tables:
+    """One for all models that share a table."""
+    found = next((_of[x] for x in exchanges if x in _of), None) or Tables()
+    for x in exchanges:
+        _of.setdefault(x, found)
+    return found
