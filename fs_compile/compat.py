@@ -224,7 +224,8 @@ def fake_value(node: fx.Node) -> Any:
         return n.meta["val"]
 
     args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
-    with torch._guards.detect_fake_mode([*args, *kwargs.values()]):  # type: ignore[attr-defined]
+    mode: Any = torch._guards.detect_fake_mode([*args, *kwargs.values()])
+    with mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

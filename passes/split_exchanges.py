@@ -27,6 +27,8 @@ REFERENCES: dict[Any, Callable[..., Any]] = {
     torch.ops.freescale.exchange_forward.default: reference.exchange_forward,
     torch.ops.freescale.exchange_backward.default: reference.exchange_backward,
 }
+# Where a node came from. What torch noted about the call itself (its arguments' layouts) is not true of the new ones.
+ORIGIN = ("stack_trace", "nn_module_stack", "custom", "seq_nr")
 
 
 def split_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
@@ -52,7 +54,7 @@ def _open(graph: fx.Graph, x: Exchange) -> None:
         new.append(node)
         node = node.next
     for node in new:
-        node.meta.update({k: v for k, v in old.meta.items() if k not in (KEY, "val")})
+        node.meta.update({k: old.meta[k] for k in ORIGIN if k in old.meta})
         node.meta["val"] = compat.fake_value(node)
     old.replace_all_uses_with(result.node)
     graph.erase_node(old)

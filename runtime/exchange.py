@@ -71,11 +71,14 @@ class Exchange:
         )  # fmt: skip
         # Gradients of the step before that this batch does not need; then rows for the next batch. No row of either is
         # among those above, so their place among the compute is free.
+        late, then = p.before, p.next
+        assert late is not None and then is not None
+        names = (self.name, self.group_name)
         settled = _ops.exchange_backward(
-            token, p.before.grad, *p.before.own, *p.before.counts, p.before.own[1].shape[0], LATE, self.name, self.group_name
+            token, late.grad, *late.own, *late.counts, late.own[1].shape[0], LATE, *names
         )
-        p.next.arrived = _ops.all_to_all_rows_launch(
-            settled, p.next.early_rows, *p.next.early_counts, p.next.early_slots.shape[0], EARLY, self.name, self.group_name
+        then.arrived = _ops.all_to_all_rows_launch(
+            settled, then.early_rows, *then.early_counts, then.early_slots.shape[0], EARLY, *names
         )
         return embedded
 

@@ -82,3 +82,21 @@ def _bad_id():
 def test_an_id_outside_its_table_is_an_error_on_every_rank():
     for error in run_ranks(_bad_id, 2, expect_errors=True):
         assert "rank 1: id 99 is outside table 'item'" in error
+
+
+def _look_ahead():
+    from test_lookahead import Trainer, compilations, same
+
+    torch.cuda.set_device(0)
+    for optimizer in ("sgd", "rowwise_adagrad"):
+        plain = Trainer(optimizer, "none", "eager", "cuda").train(0.3, 100, wrapped=False)
+        ahead = Trainer(optimizer, "all", "eager", "cuda").train(0.3, 100, wrapped=True)
+        assert same(plain, ahead), optimizer
+        assert compilations() == 1
+    fused = Trainer("sgd", "all", "inductor", "cuda").train(0.3, 30, wrapped=True)
+    again = Trainer("sgd", "none", "inductor", "cuda").train(0.3, 30, wrapped=False)
+    return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(fused[0], again[0], strict=True))
+
+
+def test_look_ahead_gives_the_same_bits():
+    assert max(run_ranks(_look_ahead, 2)) <= 1e-6
