@@ -1,7 +1,8 @@
 """The plan of one step of one exchange, as tensors on the model's device, and what it hands from step to step.
 
-Made by the LookaheadLoader; read, inside the graph, by Exchange.lookup. The state that lives between two steps is here and
-nowhere else: `arrived` (rows under way for the step) and `before.grad` (gradients of the step before, still to be sent).
+Made by the LookaheadLoader; read, inside the graph, by Exchange.lookup. The state that lives between two steps is
+here and nowhere else: `arrived` (rows under way for the step) and `before.grad` (gradients of the step before, still to
+be sent).
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class StepPlan:
         grad = None if self.late_slot is None else self.late_slot.grad
         if grad is None:
             return nothing_late(self.arrived, self.urgent[1])
-        return Late(grad, self.late_own, self.late_counts)
+        if grad.shape[0] == 0:  # autograd gave it the strides of the slot
+            grad = grad.new_empty(0, grad.shape[1])
+        return Late(grad.contiguous(), self.late_own, self.late_counts)
 
 
 def nothing_late(rows: torch.Tensor, counts: torch.Tensor) -> Late:
@@ -102,7 +105,8 @@ def finish(p: StepPlan, asked: plan.Requests, gradients: plan.Split) -> None:
     for counts in (*p.back[4:], *p.late_counts):
         compat.mark_static(counts)
     n, dim = late.index.shape[0], p.arrived.shape[1]
-    p.late_slot = p.arrived.new_empty(n, dim).requires_grad_()
+    # A tensor that only has a shape: all its elements are the same one. Its gradient is what is wanted.
+    p.late_slot = p.arrived.new_empty(1).as_strided((n, dim), (0, 0)).requires_grad_()
     row = dim * p.arrived.element_size()
     p.stats["bytes_back_urgent"], p.stats["bytes_late"] = back.index.shape[0] * row, n * row
 
@@ -122,7 +126,7 @@ def _row_stats(asked: plan.Requests, rows: plan.Split, like: torch.Tensor) -> di
 
 
 def place(p: StepPlan) -> None:
-    """Bring what the device reads to the device, on the caller's stream, without waiting. Counts stay where they are."""
+    """Bring what the device reads to the device, on the caller's stream, without waiting. Counts stay on the CPU."""
     device = p.arrived.device
     if device.type == "cpu" or p.ids.device == device and (not p.back or p.back[0].device == device):
         return
