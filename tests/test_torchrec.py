@@ -190,3 +190,20 @@ def test_an_id_outside_its_table_is_an_error_on_every_rank(feature, table):
     if feature == "candidate":
         for error in run_ranks(_bad_id, 2, feature, -1, expect_errors=True):
             assert "rank 1: id -1 is outside table 'item'" in error
+
+
+def test_reasons_to_leave_a_collection_to_torchrec():
+    """Kinds of tables that cannot be built on a CPU; why_not reads TorchRec's plan, so a stand-in for it will do."""
+    from types import SimpleNamespace as Stub
+
+    from freescale.runtime.torchrec_tables import why_not
+
+    def reason(sharding: str, kernel: str, dtype: str = "FP32") -> str | None:
+        plan = {"t": Stub(sharding_type=sharding, compute_kernel=kernel)}
+        config = Stub(name="t", data_type=Stub(value=dtype))
+        return why_not(Stub(module_sharding_plan=plan, _embedding_configs=[config], _env=None))
+
+    assert reason("row_wise", "fused_uvm_caching") == "table 't' uses compute kernel fused_uvm_caching"
+    assert reason("table_wise", "fused_uvm") == "table 't' uses compute kernel fused_uvm"
+    assert reason("grid_shard", "fused") == "table 't' is sharded grid_shard"
+    assert reason("row_wise", "fused", "FP16") == "table 't' holds FP16 rows"

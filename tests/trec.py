@@ -62,6 +62,12 @@ class Model(nn.Module):
 
 def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8) -> Any:
     """A sharded model; the same weights for every layout."""
+    torch.manual_seed(0)
+    return shard(Model(dim), LAYOUTS[layout], optimizer, ddp)
+
+
+def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = False) -> Any:
+    """A model in DistributedModelParallel, each table sharded as `kinds` says."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -69,22 +75,20 @@ def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8) -> Any:
     from torchrec.distributed.planner.types import ParameterConstraints
     from torchrec.distributed.types import ShardingEnv
 
-    torch.manual_seed(0)
-    model = Model(dim)
-    kinds = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
-    fused = {"optimizer": kinds[optimizer], "learning_rate": 0.1, "eps": 1e-8}
-    sharder = EmbeddingCollectionSharder(fused_params=fused)
+    types = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+    sharder = EmbeddingCollectionSharder(
+        fused_params={"optimizer": types[optimizer], "learning_rate": 0.1, "eps": 1e-8}
+    )
     constraints = {
         name: ParameterConstraints(
             sharding_types=[kind],
             compute_kernels=["dense" if kind == "data_parallel" else "fused"],
             min_partition=4,
         )
-        for name, kind in LAYOUTS[layout].items()
+        for name, kind in kinds.items()
     }
-    world = dist.get_world_size()
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world, compute_device="cpu"), constraints=constraints
+        topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"), constraints=constraints
     )
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
     return DistributedModelParallel(
