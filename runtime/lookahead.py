@@ -67,6 +67,12 @@ class LookaheadLoader:
         self.exchanges = order.exchanges_of(model)
         if not self.exchanges:
             raise ValueError("freescale: the model has no sharded table that a LookaheadLoader could plan for")
+        for x in self.exchanges:
+            if compat.group_by_name(x.group_name).size() != dist.get_world_size():
+                raise ValueError(
+                    f"freescale: table {x.name} is sharded over a part of the ranks; a LookaheadLoader plans for "
+                    "tables that are sharded over all of them"
+                )
         self._tables = order.tables_of(self.exchanges)
         self._stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
 
