@@ -48,5 +48,5 @@ def test_a_bad_flag_on_one_rank_raises_on_every_rank():
 
 
 def test_a_rank_that_does_not_come_is_named():
-    results = run_ranks(_step, 2, None, 30, timeout=25, env={"FREESCALE_TIMEOUT": "2"}, expect_errors=True)
+    results = run_ranks(_step, 2, None, 8, env={"FREESCALE_TIMEOUT": "2"}, expect_errors=True)
     assert "rank 1 did not reach the first compiled step" in results[0]
