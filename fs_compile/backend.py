@@ -86,6 +86,7 @@ def _prepare() -> config.Config:
     if "optimize_ddp" in changed:
         log.info("DDP: Dynamo no longer cuts the graph at DDP's buckets; DDP still averages the gradients")
     compat.backport_empty_grids()
+    compat.backport_fake_of_fake()
     torchrec_tables.teach()
     return cfg
 

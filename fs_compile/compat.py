@@ -251,6 +251,23 @@ def backport_empty_grids() -> None:
     Grid2DWithYZOverflow.generate = guarded  # type: ignore[method-assign]
 
 
+def backport_fake_of_fake() -> None:
+    """2.12's pattern matcher makes fakes of fakes, which asks whether a size that is not known yet is 0."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    from_tensor = FakeTensorMode.from_tensor
+    if torch_version() != "2.12" or getattr(from_tensor, "_freescale", False):
+        return
+
+    def keep_fakes(self: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        if not kwargs and isinstance(tensor, FakeTensor) and tensor.fake_mode is self:
+            return tensor
+        return from_tensor(self, tensor, **kwargs)
+
+    keep_fakes._freescale = True  # type: ignore[attr-defined]
+    FakeTensorMode.from_tensor = keep_fakes  # type: ignore[method-assign]
+
+
 def register_launch_lowering(op: Any) -> None:
     """Lower an asynchronous all-to-all so that Inductor keeps its input until the wait.
 
@@ -305,3 +322,4 @@ def self_test() -> None:
     assert callable(torch._logging.trace_structured)
     torch._guards.CompileContext.current_compile_id()
     backport_empty_grids()
+    backport_fake_of_fake()
