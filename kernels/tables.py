@@ -48,7 +48,3 @@ def find(name: str) -> Table:
             f"freescale: no table is called {name!r} any more: "
             "the model that this graph was compiled for is gone"
         ) from None
-
-
-def names() -> list[str]:
-    return sorted(_tables)

@@ -1,11 +1,10 @@
 """A short text of a graph, for tests, logs and artifacts: `name = op(args)  # shape`.
 
-Long runs of nodes that no exchange touches can be shortened; the text does not depend on the rank.
+The text does not depend on the rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,21 +13,9 @@ from torch import fx
 from freescale.passes.facts import KEY
 
 
-def graph_text(graph: fx.Graph, keep: Callable[[fx.Node], bool] | None = None) -> str:
-    """`keep` chooses the nodes to show; the others become `... n nodes`."""
-    lines: list[str] = []
-    hidden = 0
-    for node in graph.nodes:
-        if node.op == "placeholder" and not node.users:
-            continue
-        if keep is not None and node.op != "output" and not keep(node):
-            hidden += 1
-            continue
-        if hidden:
-            lines.append(f"... {hidden} nodes")
-            hidden = 0
-        lines.append(_line(node))
-    return "\n".join(lines)
+def graph_text(graph: fx.Graph) -> str:
+    """One line per node; inputs that nothing uses are left out."""
+    return "\n".join(_line(n) for n in graph.nodes if n.op != "placeholder" or n.users)
 
 
 def _line(node: fx.Node) -> str:
