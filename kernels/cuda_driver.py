@@ -1,0 +1,143 @@
+"""The few calls of the CUDA driver that a transport is made of: pinning, streams, copies, words, events.
+
+Taken straight from libcuda, because torch offers no stream wait on a memory word and no registration of shared
+memory. Nothing here waits on the host. Calls need a current context: `mark` comes first in every launch and makes
+the device's own context current.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+_P, _U64, _U32, _SIZE = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuMemHostRegister_v2": (_P, _SIZE, _U32),
+    "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_U64), _P, _U32),
+    "cuMemHostUnregister": (_P,),
+    "cuStreamCreateWithPriority": (ctypes.POINTER(_P), _U32, ctypes.c_int),
+    "cuStreamDestroy_v2": (_P,),
+    "cuMemcpyDtoHAsync_v2": (_P, _U64, _SIZE, _P),
+    "cuMemcpyHtoDAsync_v2": (_U64, _P, _SIZE, _P),
+    "cuMemcpyDtoDAsync_v2": (_U64, _U64, _SIZE, _P),
+    "cuMemsetD32Async": (_U64, _U32, _SIZE, _P),
+    "cuStreamWriteValue32_v2": (_P, _U64, _U32, _U32),
+    "cuStreamWaitValue32_v2": (_P, _U64, _U32, _U32),
+}
+_PORTABLE_AND_MAPPED, _NON_BLOCKING, _AT_LEAST = 3, 1, 0
+
+
+def _load() -> dict[str, Any]:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise RuntimeError(f"freescale: the CUDA driver library libcuda.so.1 cannot be loaded ({error})") from error
+    calls: dict[str, Any] = {"cuGetErrorName": library.cuGetErrorName}
+    for name, arguments in _SIGNATURES.items():
+        call = getattr(library, name)
+        call.argtypes, call.restype = arguments, ctypes.c_int
+        calls[name] = call
+    return calls
+
+
+class CudaDriver:
+    """The calls, for one device. Streams are plain integers, addresses too."""
+
+    calls: dict[str, Any] | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if CudaDriver.calls is None:
+            CudaDriver.calls = _load()
+        calls = CudaDriver.calls
+        self._out, self._in = calls["cuMemcpyDtoHAsync_v2"], calls["cuMemcpyHtoDAsync_v2"]
+        self._write, self._wait = calls["cuStreamWriteValue32_v2"], calls["cuStreamWaitValue32_v2"]
+        self._across, self._fill = calls["cuMemcpyDtoDAsync_v2"], calls["cuMemsetD32Async"]
+        self._outside: dict[int, torch.cuda.ExternalStream] = {}
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        assert CudaDriver.calls is not None
+        self._good(name, CudaDriver.calls[name](*arguments))
+
+    def _good(self, name: str, code: int) -> None:
+        if code == 0:
+            return
+        assert CudaDriver.calls is not None
+        text = ctypes.c_char_p()
+        CudaDriver.calls["cuGetErrorName"](code, ctypes.byref(text))
+        found = text.value.decode() if text.value else str(code)
+        raise RuntimeError(f"freescale: {name} failed on {self.device}: {found}")
+
+    # ---- set-up ----------------------------------------------------------------------------------------
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.device)
+
+    def pin(self, address: int, nbytes: int) -> int:
+        """Make host memory reachable for the copy engines; return its address on the device."""
+        torch.cuda.current_stream(self.device).query()  # a context of this thread
+        self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE_AND_MAPPED)
+        mapped = _U64()
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(mapped), address, 0)
+        return mapped.value
+
+    def unpin(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    def new_stream(self, priority: int) -> int:
+        handle = _P()
+        self._call("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
+        assert handle.value is not None
+        self._outside[handle.value] = torch.cuda.ExternalStream(handle.value, self.device)
+        return handle.value
+
+    def drop_stream(self, stream: int) -> None:
+        self._outside.pop(stream, None)
+        self._call("cuStreamDestroy_v2", stream)
+
+    # ---- in stream order -------------------------------------------------------------------------------
+
+    def copy_out(self, to: int, data: int, nbytes: int, stream: int) -> None:
+        """Device to pinned host memory."""
+        self._good("cuMemcpyDtoHAsync", self._out(to, data, nbytes, stream))
+
+    def copy_in(self, to: int, data: int, nbytes: int, stream: int) -> None:
+        """Pinned host memory to the device."""
+        self._good("cuMemcpyHtoDAsync", self._in(to, data, nbytes, stream))
+
+    def copy_across(self, to: int, data: int, nbytes: int, stream: int) -> None:
+        """Device to device. On one and the same device this takes SMs."""
+        self._good("cuMemcpyDtoDAsync", self._across(to, data, nbytes, stream))
+
+    def fill(self, address: int, value: int, words: int, stream: int) -> None:
+        self._good("cuMemsetD32Async", self._fill(address, value & 0xFFFFFFFF, words, stream))
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        """Store a 32-bit word after everything before it in the stream."""
+        self._good("cuStreamWriteValue32", self._write(stream, address, value & 0xFFFFFFFF, 0))
+
+    def wait(self, address: int, value: int, stream: int) -> None:
+        """Hold the stream until the word, as a number that may have wrapped around, is at least `value`."""
+        self._good("cuStreamWaitValue32", self._wait(stream, address, value & 0xFFFFFFFF, _AT_LEAST))
+
+    # ---- between streams -------------------------------------------------------------------------------
+
+    def current(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def mark(self, stream: int) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._outside.get(stream) or torch.cuda.ExternalStream(stream, self.device))
+        return event
+
+    def after(self, stream: int, event: torch.cuda.Event) -> None:
+        event.wait(self._outside.get(stream) or torch.cuda.ExternalStream(stream, self.device))
+
+    def done(self, event: torch.cuda.Event) -> bool:
+        return event.query()
+
+    def keep(self, tensor: torch.Tensor, stream: int) -> None:
+        """The tensor's memory is not given to anyone else before the stream has passed this point."""
+        tensor.record_stream(self._outside[stream])

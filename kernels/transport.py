@@ -1,0 +1,284 @@
+"""What the transports have in common: a launch that puts a whole all-to-all on streams, and what happens on failure.
+
+A launch issues every copy and every signal of its message at once, in stream order; the device goes through them
+without a thread of ours. So the training thread never waits, and neither Python's lock nor a busy host holds a
+transfer up. (A message of very many pieces can fill the driver's queue, some hundred pieces deep; then the
+launch itself is held back until the device has caught up.)
+
+Failure: a watching thread looks at messages in flight a few times a second. If a peer is gone, or a message is older
+than the time-out, it keeps the error first and then releases the streams that wait, so that nothing hangs. What the
+device computes from there on is garbage: the next launch, wait or `check` raises, and the transport stays unusable.
+Whoever writes a checkpoint or ends a step calls `check` first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from freescale import compat
+from freescale.kernels.rings import LEVELS, Step, level_of
+
+_LOOK_EVERY = 0.05  # seconds
+FAR = 0x40000000  # ahead of every round that a stream may wait for, as 32-bit numbers that wrap around
+
+
+@dataclass
+class Message:
+    number: int
+    priority: int
+    since: float
+    events: tuple[Any, Any]  # after the last copy out, after the last copy in
+
+
+class TransportWork(dist.Work):
+    """What `_c10d_functional.wait_tensor` waits for: it makes the current stream wait, not the host."""
+
+    def __init__(self, transport: Transport, message: Message) -> None:
+        super().__init__()
+        self.transport, self.message = transport, message
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.transport.wait(self.message)
+        return True
+
+
+class Transport:
+    """One group's all-to-alls. A subclass says through which lanes the pieces go."""
+
+    name = "?"
+
+    def __init__(self, group: dist.ProcessGroup, driver: Any, timeout: float | None = None) -> None:
+        self.group, self.driver = group, driver
+        self._copy_out, self._copy_in = driver.copy_out, driver.copy_in
+        self.rank, self.world = group.rank(), group.size()
+        self.ranks = dist.get_process_group_ranks(group)
+        self.timeout = timeout if timeout is not None else timeout_of(group)
+        self.error: str | None = None
+        self.launched = 0
+        self.in_flight: list[Message] = []
+        self._launching, self._listing = threading.Lock(), threading.Lock()
+        self._stop = threading.Event()
+        self._resources = contextlib.ExitStack()  # what close() gives back, last in first out
+        self._finalizer = weakref.finalize(self, _give_back, self._resources, self._stop)
+        self.streams: list[tuple[int, int]] = []
+
+    def _open_streams(self) -> None:
+        for level in range(LEVELS):
+            pair = []
+            for _ in ("out", "in"):
+                stream = self.driver.new_stream(level - LEVELS + 1)
+                self._resources.callback(self.driver.drop_stream, stream)
+                pair.append(stream)
+            self.streams.append((pair[0], pair[1]))
+
+    def _pin(self, array: np.ndarray) -> int:
+        """The device's address of host memory that is pinned until the transport is closed."""
+        device = self.driver.pin(array.ctypes.data, array.nbytes)
+        self._resources.callback(_unpin, self.driver, array)
+        return device
+
+    def _start_watching(self) -> None:
+        arguments = (weakref.ref(self), self._stop)
+        threading.Thread(target=_watch, args=arguments, name=f"freescale-{self.name}", daemon=True).start()
+
+    # ---- of a subclass ---------------------------------------------------------------------------------
+
+    def _steps(self, level: int, send: Sequence[int], recv: Sequence[int]) -> Iterable[Step]:
+        """Every piece of one message, in the order in which it is to be issued; bytes to and from each peer."""
+        raise NotImplementedError
+
+    def _tell(self, address: int, value: int, level: int, stream: int) -> None:
+        self.driver.write(address, value, stream)
+
+    def _lacking(self) -> set[int]:
+        """Peers without whom what was issued cannot finish."""
+        raise NotImplementedError
+
+    def _gone(self) -> dict[int, int]:
+        """Peers that will send nothing more, and for each the one to name: itself, or whom it reported."""
+        return {}
+
+    def _report(self, culprits: set[int]) -> None:
+        """Tell the other ranks, where there is a way."""
+
+    def _release(self) -> None:
+        """Make every stream of this rank that waits for a peer go on. Called again until nothing waits."""
+        raise NotImplementedError
+
+    # ---- launch and wait -------------------------------------------------------------------------------
+
+    def launch(
+        self, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int, priority: int
+    ) -> torch.Tensor:
+        """Start an all-to-all of rows; the result is there after `_c10d_functional.wait_tensor`."""
+        send, recv = send_counts.tolist(), recv_counts.tolist()
+        self._check_counts(x, send, recv, n_recv)
+        self.check()
+        x = x.contiguous()
+        out = x.new_empty((n_recv, *x.shape[1:]))
+        row = x.element_size() * math.prod(x.shape[1:])
+        with self._launching:
+            message = self._issue(x, out, [n * row for n in send], [n * row for n in recv], priority)
+        compat.register_work(out, TransportWork(self, message))
+        return out
+
+    def _check_counts(self, x: torch.Tensor, send: list[int], recv: list[int], n_recv: int) -> None:
+        if len(send) != self.world or len(recv) != self.world:
+            raise ValueError(
+                f"freescale: {self.name}: expected counts for {self.world} ranks, found {len(send)} and {len(recv)}"
+            )
+        if sum(send) != x.shape[0] or sum(recv) != n_recv:
+            raise ValueError(
+                f"freescale: {self.name}: expected {sum(send)} rows to send and {sum(recv)} to receive, "
+                f"found {x.shape[0]} and {n_recv}"
+            )
+
+    def _issue(
+        self, x: torch.Tensor, out: torch.Tensor, send: list[int], recv: list[int], priority: int
+    ) -> Message:
+        level = level_of(priority)
+        stream_out, stream_in = self.streams[level]
+        driver, wait, tell = self.driver, self.driver.wait, self._tell
+        copy_out, copy_in = self._copy_out, self._copy_in
+        data_out, data_in = x.data_ptr(), out.data_ptr()
+        ready = driver.mark(driver.current())  # x can be read and out can be written
+        driver.after(stream_out, ready)
+        driver.after(stream_in, ready)
+        for step in self._steps(level, send, recv):
+            lane, number = step.lane, step.lane.number
+            slot = lane.slot(number)
+            word = slot * lane.word_stride
+            stream = stream_out if lane.sends else stream_in
+            if lane.needs(number) and (lane.seen is None or not lane.reached(number, lane.seen)):
+                wait(lane.waits_at + word, lane.needs(number), stream)
+            if lane.sends:
+                copy_out(lane.data + slot * lane.piece, data_out + step.offset, step.nbytes, stream)
+            else:
+                copy_in(data_in + step.offset, lane.data + slot * lane.piece, step.nbytes, stream)
+            tell(lane.tells_at + word, number // lane.slots + 1, level, stream)
+            lane.number += 1
+        driver.keep(x, stream_out)
+        driver.keep(out, stream_in)
+        message = Message(
+            self.launched, priority, time.monotonic(), (driver.mark(stream_out), driver.mark(stream_in))
+        )
+        self.launched += 1
+        with self._listing:
+            self.in_flight.append(message)
+        return message
+
+    def wait(self, message: Message) -> None:
+        """The current stream goes on when the message has come in and its input may be written over."""
+        self.check()
+        current = self.driver.current()
+        for event in message.events:
+            self.driver.after(current, event)
+
+    # ---- failure and end -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if a transfer has failed."""
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+    def fail(self, reason: str, culprits: set[int]) -> None:
+        """Keep the first error, then let everything that waits go on."""
+        if self.error is None:
+            self.error = f"freescale: {self.name}: {reason}"
+            self._report(culprits)
+        self._release()
+
+    def look(self) -> None:
+        """One look of the watching thread."""
+        if not self._unfinished():
+            return
+        if self.error is not None:
+            self._release()
+            return
+        oldest = self.in_flight[0]
+        gone, age = self._gone(), time.monotonic() - oldest.since
+        if not gone and age < self.timeout:
+            return
+        lacking = self._lacking()  # empty where the message waits for this rank's own computation
+        left = {gone[p] for p in lacking if p in gone}
+        culprits = left or (lacking if age >= self.timeout else set())
+        if culprits:
+            how = "is gone" if left else f"has not answered for {age:.1f} s"
+            what = f"message {oldest.number} of priority {oldest.priority}"
+            self.fail(f"rank {self._me()} cannot finish {what}: {self._names(culprits)} {how}", culprits)
+
+    def _unfinished(self) -> bool:
+        """Whether anything is in flight; forgets what has finished, of any priority."""
+        done = self.driver.done
+        with self._listing:
+            self.in_flight = [m for m in self.in_flight if not all(done(event) for event in m.events)]
+            return bool(self.in_flight)
+
+    def _names(self, peers: Iterable[int]) -> str:
+        return ", ".join(f"rank {self.ranks[p]}" for p in sorted(peers))
+
+    def _me(self) -> int:
+        return self.ranks[self.rank]
+
+    def close(self, patience: float = 5.0) -> None:
+        """Give pinned memory and streams back. What is still in flight gets `patience` seconds to finish."""
+        if not self._finalizer.alive:
+            return
+        end = time.monotonic() + patience
+        while self.error is None and self._unfinished() and time.monotonic() < end:
+            time.sleep(0.001)
+        self.fail("the transport was closed", set())
+        end = time.monotonic() + patience
+        while self._unfinished() and time.monotonic() < end:
+            self._release()
+            time.sleep(0.001)
+        self._finalizer()
+
+
+def _watch(transport_ref: weakref.ref[Transport], stop: threading.Event) -> None:
+    entered = False
+    while not stop.wait(_LOOK_EVERY):
+        transport = transport_ref()
+        if transport is None:
+            return
+        if not entered:
+            transport.driver.enter_thread()
+            entered = True
+        transport.look()
+        del transport
+
+
+def _give_back(resources: contextlib.ExitStack, stop: threading.Event) -> None:
+    stop.set()
+    with contextlib.suppress(RuntimeError):  # at exit the context may be gone before us
+        resources.close()
+
+
+def _unpin(driver: Any, array: np.ndarray) -> None:
+    driver.unpin(array.ctypes.data)  # the array keeps its memory mapped until here
+
+
+def set_far(words: list[np.ndarray]) -> None:
+    """Set words that nobody but this rank waits for ahead of every round."""
+    for w in words:
+        w[:] = FAR
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:  # -> compat
+    """Seconds after which the group's own operations give up."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return group._get_backend(torch.device(device)).options._timeout.total_seconds()
+    return dist.default_pg_timeout.total_seconds()
