@@ -21,6 +21,7 @@ _EMPTY = np.iinfo(np.int64).max  # a cell that can hold no sample
 _TRIES = 24  # samples of the heavy rank that one round looks at; each meets its best partner
 _LOOKS = 1024  # in all meetings together, if that is more
 _SHARES = 16  # light ranks that one heavy rank may meet in a round
+_AT_ONCE = 8  # swaps of one pair before the first round
 _NEIGHBOURS = (0, -1, 1, -3, 3, -6, 6, -10, 10)
 _STALE = 8  # rounds without progress before giving up
 _NEVER = 1 << 62  # a score
@@ -59,13 +60,6 @@ class Groups:
         self.loads = np.where(self.keys == _EMPTY, 0, self.keys >> problem.bits).sum(1)
         self.memory = None if problem.memory is None else self.sums(problem.memory)
 
-    def copy(self) -> Groups:
-        twin = object.__new__(Groups)
-        twin.problem, twin.counts = self.problem, self.counts
-        twin.keys, twin.loads = self.keys.copy(), self.loads.copy()
-        twin.memory = None if self.memory is None else self.memory.copy()
-        return twin
-
     def samples(self) -> tuple[Ints, Ints]:
         """Sample and rank of every filled cell, rank by rank."""
         row = np.repeat(np.arange(len(self.counts)), self.counts)
@@ -92,20 +86,40 @@ class Groups:
         return self.memory is None or bool((self.memory <= self.problem.cap).all())
 
     def swap(self, rows: Ints, columns: Ints, other_rows: Ints, other_columns: Ints) -> None:
-        """Swap cells. No rank appears twice among `other_rows`, nor on both sides."""
+        """Swap cells, no cell twice."""
         bits, mask = self.problem.bits, (1 << self.problem.bits) - 1
         mine, theirs = self.keys[rows, columns], self.keys[other_rows, other_columns]
         self.keys[rows, columns], self.keys[other_rows, other_columns] = theirs, mine
         gain = (mine >> bits) - (theirs >> bits)
         np.subtract.at(self.loads, rows, gain)
-        self.loads[other_rows] += gain
+        np.add.at(self.loads, other_rows, gain)
         if self.memory is not None and self.problem.memory is not None:
             gain = self.problem.memory[mine & mask] - self.problem.memory[theirs & mask]
             np.subtract.at(self.memory, rows, gain)
-            self.memory[other_rows] += gain
+            np.add.at(self.memory, other_rows, gain)
         touched = np.zeros(len(self.loads), bool)
         touched[rows] = touched[other_rows] = True
         self.keys[touched] = np.sort(self.keys[touched], axis=1, kind="stable")  # nearly sorted: stable is the fast one
+
+
+def trade(groups: Groups, target: int) -> None:
+    """Let the heaviest ranks give their longest samples to the lightest for their shortest, several at once.
+
+    Never more than the one has above `target` or the other below it; swaps one by one would come to the same, slower.
+    """
+    half, most = groups.problem.ranks // 2, min(_AT_ONCE, int(groups.counts.min()))
+    if not half or most < 2 or groups.memory is not None:
+        return
+    order = np.argsort(groups.loads, kind="stable")
+    light, heavy, nth = order[:half], order[::-1][:half], np.arange(most)
+    wish = np.minimum(groups.loads[heavy] - target, target - groups.loads[light])
+    longest = groups.counts[heavy, None] - 1 - nth
+    gain = (groups.keys[heavy[:, None], longest] >> groups.problem.bits) - (
+        groups.keys[light, :most] >> groups.problem.bits
+    )
+    fits = (np.cumsum(gain, 1) <= wish[:, None]) & (gain > 0)
+    pair, n = np.nonzero(fits & fits[:, 1:2])  # where one is enough, a round finds a better one
+    groups.swap(heavy[pair], longest[pair, n], light[pair], n)
 
 
 def improve(groups: Groups, target: int, slack: int, budget: Budget) -> bool:
@@ -116,8 +130,11 @@ def improve(groups: Groups, target: int, slack: int, budget: Budget) -> bool:
     """
     round_, stale, largest = 0, 0, int(groups.loads.max(initial=0))
     width = groups.keys.shape[1]
+    if largest > target + slack and budget.spend(len(groups.loads) * _AT_ONCE + 5000):
+        trade(groups, target)
+        largest = int(groups.loads.max())
     while largest > target + slack:
-        meetings = _meetings(groups, target, slack, round_, stale)
+        meetings = _meetings(groups, target, slack, stale)
         size = len(meetings.heavy)
         if stale >= _STALE or not budget.spend(size * (3 * width + 20 * _TRIES) + 5000):
             return False
@@ -140,37 +157,37 @@ class _Meetings:
     shares: Ints  # of how many
 
 
-def _meetings(groups: Groups, target: int, slack: int, round_: int, stale: int) -> _Meetings:
+def _meetings(groups: Groups, target: int, slack: int, stale: int) -> _Meetings:
     """Give what the heavy ranks have above `target` to the ranks below it, much to where much is missing."""
     order = np.argsort(groups.loads, kind="stable")
     loads = groups.loads[order]
     first = int(np.searchsorted(loads, target + slack, side="right"))
-    heavy = order[: first - 1 if first else None : -1][: len(order) - first]
-    if stale:  # one to one, and other partners each time
-        few = min(len(heavy), len(order) // 2)
-        heavy, light = heavy[:few], np.roll(order[: len(order) - len(heavy)], 1 - stale)[:few]
-        heavy = heavy[: len(light)]
-        above, below = groups.loads[heavy] - target, target - groups.loads[light]
-        wish = np.where(below > 0, np.minimum(above, below), (above - below) // 2)
-        return _Meetings(heavy, light, wish, np.maximum(below, wish), np.zeros_like(heavy), np.ones_like(heavy))
-    light = order[: int(np.searchsorted(loads, target))]
-    if not len(light):
-        light = order[:1]
+    heavy, light = order[first:][::-1], order[: max(int(np.searchsorted(loads, target)), 1)]
+    if stale:
+        return _one_to_one(groups, target, heavy, order[:first], stale)
     above, below = groups.loads[heavy] - target, np.maximum(target - groups.loads[light], 1)
-    ends = np.cumsum(above)
-    middle = np.cumsum(below) - (below + 1) // 2
+    ends, middle = np.cumsum(above), np.cumsum(below) - (below + 1) // 2
     near = max(int(np.searchsorted(middle, ends[-1])), 1)
-    light, below = light[:near], below[:near]
     of = np.minimum(np.searchsorted(ends, middle[:near], side="right"), len(heavy) - 1)
-    start = np.searchsorted(of, np.arange(len(heavy)))
-    share = np.arange(len(of)) - start[of]
-    keep = share < _SHARES
-    light, below, of, share = light[keep], below[keep], of[keep], share[keep]
-    shares = np.bincount(of, minlength=len(heavy))
-    given = np.bincount(of, below.astype(np.float64), minlength=len(heavy))
-    wish = np.minimum(below, (below * (above[of] / given[of])).astype(np.int64) + 1)
-    shares = shares[of]
+    share = np.arange(near) - np.searchsorted(of, of)
+    if int(share.max()) >= _SHARES:
+        keep = np.flatnonzero(share < _SHARES)
+        light, below, of, share = light[keep], below[keep], of[keep], share[keep]
+    else:
+        light, below = light[:near], below[:near]
+    shares = np.bincount(of)[of]
+    given = np.bincount(of, below.astype(np.float64))[of]
+    wish = np.minimum(below, (below * (above[of] / given)).astype(np.int64) + 1)
     return _Meetings(heavy[of], light, wish, np.where(shares == 1, below, wish), share, shares)
+
+
+def _one_to_one(groups: Groups, target: int, heavy: Ints, other: Ints, stale: int) -> _Meetings:
+    """Every heavy rank with one that is not, another one each time that this is tried."""
+    light = np.roll(other, 1 - stale)[: len(heavy)]
+    heavy = heavy[: len(light)]
+    above, below = groups.loads[heavy] - target, target - groups.loads[light]
+    wish = np.where(below > 0, np.minimum(above, below), (above - below) // 2)
+    return _Meetings(heavy, light, wish, np.maximum(below, wish), np.zeros_like(heavy), np.ones_like(heavy))
 
 
 def _swap(groups: Groups, meet: _Meetings, slack: int, round_: int) -> None:
@@ -191,7 +208,9 @@ def _swap(groups: Groups, meet: _Meetings, slack: int, round_: int) -> None:
     theirs = partners.ravel()[where]
     gain = cost - (theirs >> bits)
     most = np.where(alone, apart - 1, np.minimum(apart - 1, (3 * wish + slack) // 2))
-    allowed = (gain > 0) & (gain <= most) & (mine != _EMPTY) & (theirs != _EMPTY)
+    allowed = (gain > 0) & (gain <= most)
+    if groups.counts.min() < width:
+        allowed &= (mine != _EMPTY) & (theirs != _EMPTY)
     if groups.memory is not None:
         allowed &= _keeps_cap(groups, meet, mine, theirs, allowed)
     miss = np.maximum(wish - gain, gain - meet.most[:, None])
