@@ -170,11 +170,8 @@ def _meetings(groups: Groups, target: int, slack: int, stale: int) -> _Meetings:
     near = max(int(np.searchsorted(middle, ends[-1])), 1)
     of = np.minimum(np.searchsorted(ends, middle[:near], side="right"), len(heavy) - 1)
     share = np.arange(near) - np.searchsorted(of, of)
-    if int(share.max()) >= _SHARES:
-        keep = np.flatnonzero(share < _SHARES)
-        light, below, of, share = light[keep], below[keep], of[keep], share[keep]
-    else:
-        light, below = light[:near], below[:near]
+    keep = np.flatnonzero(share < np.minimum(_SHARES, groups.counts[heavy])[of])  # no share without a sample
+    light, below, of, share = light[keep], below[keep], of[keep], share[keep]
     shares = np.bincount(of)[of]
     given = np.bincount(of, below.astype(np.float64))[of]
     wish = np.minimum(below, (below * (above[of] / given)).astype(np.int64) + 1)

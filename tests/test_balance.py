@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.runtime import assignment, problem
+from freescale.runtime import assignment, problem, swaps
 from freescale.runtime.balance import METHODS, Balanced, BalanceError, balance
 
 EQUAL = ("default", "zigzag", "lpt", "kk")  # methods that move samples and keep counts equal
@@ -399,3 +399,31 @@ def test_same_result_in_another_process():
 def test_bad_input_is_named(arguments, words):
     with pytest.raises(BalanceError, match="^freescale: .*" + words):
         balance(**arguments)
+
+
+@given(st.integers(2, 40), st.integers(1, 6), st.integers(0, 10**6), st.booleans(), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_swaps_keep_the_books_and_never_raise_the_largest_load(ranks, batch, seed, uneven, capped):
+    """Round by round: the loads are those of the samples, the cap holds, counts stay, no load passes the largest."""
+    random = np.random.default_rng(seed)
+    samples = ranks * batch
+    rank = random.integers(0, ranks, samples) if uneven else np.repeat(np.arange(ranks), batch)
+    costs = np.ceil(random.lognormal(4, 2, samples)).astype(np.int64)
+    costs[rank == ranks // 2] *= int(random.integers(1, 200))  # one rank with a lot to give, in few samples
+    memory = random.integers(0, 50, samples)
+    cap = int(np.bincount(rank, memory, minlength=ranks).max())
+    counts = np.bincount(rank, minlength=ranks)
+    p = problem.Problem(
+        costs, counts, rank, np.ones_like(costs), memory if capped else None, cap, problem.number_bits(samples, ranks)
+    )
+    groups = swaps.Groups(p, rank)
+    for _ in range(12):
+        before = int(groups.loads.max())
+        swaps.improve(groups, p.target(), 0, swaps.Budget(60_000))
+        now = groups.rank()
+        assert (np.bincount(now, minlength=ranks) == counts).all()
+        assert (np.bincount(now, costs, minlength=ranks) == groups.loads).all()
+        assert groups.loads.max() <= before
+        assert (np.diff(groups.keys, axis=1) >= 0).all()
+        if capped:
+            assert (np.bincount(now, memory, minlength=ranks) == groups.memory).all() and groups.memory.max() <= cap
