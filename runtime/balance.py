@@ -162,9 +162,14 @@ def _default(problem: Problem, good: Goal) -> tuple[Groups, str]:
         best = assignment.exact(problem, least, Budget(_TRIES))
         if best is not None:
             candidates.append((Groups(problem, assignment.fewest_moves(problem, best)), "exact"))
+    if len(candidates) == 1:
+        return candidates[0][0], f"default ({candidates[0][1]})"
     largest = [int(g.loads.max(initial=0)) for g, _ in candidates]
-    equal = [c for c, load in zip(candidates, largest, strict=True) if load <= min(largest) + good.slack]
-    groups, method = equal[0] if len(equal) == 1 else min(equal, key=lambda c: c[0].moved())
+    as_good = min(largest) + good.slack
+    if not uneven.any():  # never above what no balancing gives
+        as_good = min(as_good, max(min(largest), int(Groups(problem, problem.home).loads.max(initial=0))))
+    equal = [c for c, load in zip(candidates, largest, strict=True) if load <= as_good]
+    groups, method = min(equal, key=lambda c: c[0].moved())
     return groups, f"default ({method})"
 
 

@@ -95,7 +95,11 @@ def repaired(groups: Groups, *, any_count: bool = False) -> Groups:
             f"freescale: no assignment keeps {problem.ranks} ranks within the memory cap of {problem.cap} bytes each: "
             f"{numbers}, and with these counts some rank needs at least {least * unit}"
         )
-    starts = [lambda: groups.rank(), lambda: assignment.lpt(by_memory, any_count=any_count)]
+    starts = [
+        lambda: groups.rank(),
+        lambda: problem.home if any_count else assignment.at_home(problem),
+        lambda: assignment.lpt(by_memory, any_count=any_count),
+    ]
     if not any_count and np.ptp(problem.counts) <= 1:
         starts.append(lambda: assignment.kk(by_memory))
     for start in starts:

@@ -178,6 +178,19 @@ def test_memory_cap_of_a_known_solution_is_kept(ranks, batch, seed, method):
     assert np.bincount(b.rank, memory, minlength=ranks).max() <= 1.03 * hidden
 
 
+@pytest.mark.parametrize("method", [*EQUAL, "variable", "none"])
+def test_a_cap_that_only_home_keeps_to_the_byte(method):
+    """128 samples whose memory fills every rank exactly where they are; hardly another assignment does."""
+    random = np.random.default_rng(7)
+    memory = random.integers(1, 10**9, (8, 16))
+    memory[:, -1] = 16 * 10**9 - memory[:, :-1].sum(1)
+    costs = random.lognormal(3, 1, 128)
+    costs[5] = 2 * costs.sum()  # longer than the mean load: room is made for it, where the cap allows that
+    b = balance(costs, 8, method=method, memory=memory.ravel(), memory_cap=16 * 10**9)
+    assert np.bincount(b.rank, memory.ravel()).max() <= 16 * 10**9
+    assert b.straggler <= b.before
+
+
 def test_memory_cap_binds_and_costs_little():
     """Long samples are cheap here: balance of cost alone breaks the cap, a cap of 5% above the mean does not hurt."""
     costs = lognormal(64 * 32)
