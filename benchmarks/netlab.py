@@ -30,10 +30,10 @@ from types import TracebackType
 
 DEVICE = "eth0"
 NETWORK = "10.77.0."  # inside the namespaces only
-BURST = 64 * 1024  # bytes that may leave at once after a pause
+_MTU = "3000"
+BURST = 6000  # bytes that may leave at once after a pause: two packets, so that short messages take their time too
 QUEUE = 16 * 1024 * 1024  # more than all connections hold back: nothing is dropped
 _PREFIX = "fslab"
-_MTU = "9000"
 # Wire time should be bytes / rate, also after a pause or a change of the rate, and a message should not wait behind
 # more than a network card's queue of another connection: no slow start, no probing, 32 kB per connection in the queue.
 _TCP = " && ".join(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +21,7 @@ import collisions  # noqa: E402
 import netlab  # noqa: E402
 import overlap  # noqa: E402
 
+HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu"))
 needs_a_lab = pytest.mark.skipif(netlab.why_not() is not None, reason=str(netlab.why_not()))
 
 # Rank 1 sends 10 MB to rank 0 over its link, then both say what they saw.
@@ -58,8 +62,6 @@ def labs() -> str:
 
 
 def mine() -> str:
-    import os
-
     return "\n".join(line for line in labs().splitlines() if f"{netlab._PREFIX}{os.getpid()}" in line)
 
 
@@ -91,8 +93,6 @@ def test_a_failed_rank_ends_the_others_and_an_error_cleans_up():
 @needs_a_lab
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
 def test_signals_clean_up(how):
-    import signal
-
     sleeps = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
     lab = subprocess.Popen([sys.executable, str(BENCHMARKS / "netlab.py"), "2", "100mbit", *sleeps], stdout=subprocess.PIPE)
     assert lab.stdout is not None and lab.stdout.readline() == b"up\n"
@@ -197,3 +197,21 @@ def test_headlines_are_ratios_of_the_rows():
     assert found["exposed_over_urgent_at_12pct"] == pytest.approx(1.2)
     assert found["single_rank_ratio"] == 1.01 and found["pass_share_of_compile"] == pytest.approx(0.025)
     assert "88.0%" in overlap.table(rows)
+
+
+@pytest.mark.skipif(not HAS_TORCHREC, reason="the variants are TorchRec models")
+def test_variants_add_one_pass_each_and_end_with_everything():
+    from overlap_variants import Moment, Step, variants
+
+    found = {v.name: (v.passes, v.look_ahead) for v in variants(("a", "b", "c"))}
+    assert found == {
+        "eager": (None, False),
+        "pipeline": (None, False),
+        "inductor": ("none", False),
+        "a": ("a", True),
+        "b": ("a,b", True),
+        "freescale": ("all", True),
+    }
+    step = Step.between(Moment(1.0, 2.0, 3.0, 4.0, 100), Moment(1.5, 2.25, 3.125, 4.5, 300))
+    assert (step.step_ms, step.exposed_ms, step.sent) == (500, 125, 200)  # 0.5 s less 0.25 computing, 0.125 queued
+    assert [v.name for v in variants()] == overlap.settings_of(overlap.arguments([]))["variants"]
