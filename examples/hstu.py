@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 # Query rows handled at a time; bounds the score matrix to [heads, QUERY_ROWS, length].
 QUERY_ROWS = 256
@@ -145,6 +146,18 @@ def _attention_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _attention.register_autograd(_attention_grad, setup_context=_attention_setup)
+
+
+@register_flop_formula(torch.ops.hstu.attention)
+def _attention_flops(q: Any, k: Any, v: Any, offsets: Any, *args: Any, **kwargs: Any) -> int:
+    """Two products of each query with the keys up to it; sequences are taken to be equally long."""
+    rows, heads, width = q
+    return 2 * rows * (rows // max(offsets[0] - 1, 1)) * heads * (width + v[2])
+
+
+@register_flop_formula(torch.ops.hstu.attention_backward)
+def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, offsets: Any, *args: Any, **kwargs: Any) -> int:
+    return 5 * _attention_flops(q, k, v, offsets) // 2
 
 
 def hstu_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float) -> Tensor:

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from freescale.report import report
     from freescale.runtime.lookahead import LookaheadLoader
+    from freescale.runtime.meter import METER as meter
     from freescale.runtime.native import ShardedEmbedding
 
 __version__ = "0.1.0"
-__all__ = ["LookaheadLoader", "ShardedEmbedding", "__version__", "report"]
+__all__ = ["LookaheadLoader", "ShardedEmbedding", "__version__", "meter", "report"]
 
 _LAZY = {
-    "LookaheadLoader": "freescale.runtime.lookahead",
-    "ShardedEmbedding": "freescale.runtime.native",
-    "report": "freescale.report",
+    "LookaheadLoader": "freescale.runtime.lookahead:LookaheadLoader",
+    "ShardedEmbedding": "freescale.runtime.native:ShardedEmbedding",
+    "meter": "freescale.runtime.meter:METER",
+    "report": "freescale.report:report",
 }
 
 
@@ -27,5 +29,6 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         from importlib import import_module
 
-        return getattr(import_module(_LAZY[name]), name)
+        module, attribute = _LAZY[name].split(":")
+        return getattr(import_module(module), attribute)
     raise AttributeError(f"module 'freescale' has no attribute {name!r}")

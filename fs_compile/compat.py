@@ -7,10 +7,11 @@ support.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import sympy
 import torch
 import torch.distributed as dist
 from torch import fx
@@ -56,6 +57,17 @@ def gather_ints(mine: Sequence[int], group: dist.ProcessGroup, timeout: float | 
         options.timeout = timedelta(seconds=timeout)
     group.allgather([heard], [said], options).wait()
     return [h.tolist() for h in heard]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of the group may take."""
+    backend = group._get_backend(torch.device(devices_of_group(group)[0]))
+    return backend.options._timeout  # type: ignore[no-any-return]
+
+
+def profiling() -> bool:
+    """Is a torch profiler on?"""
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 # ---- Dynamo ------------------------------------------------------------------------------------------------
@@ -204,7 +216,7 @@ def _interpret(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Call
     from torch._inductor.compile_fx import _recursive_post_grad_passes
     from torch._inductor.virtualized import V
 
-    with torch.utils._python_dispatch._disable_current_modes(), V.set_fake_mode(detect_fake_mode(gm)):
+    with no_modes(), V.set_fake_mode(detect_fake_mode(gm)):
         _recursive_post_grad_passes(gm, is_inference=kwargs.get("is_inference", False))
     gm.recompile()
 
@@ -215,6 +227,37 @@ def _interpret(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Call
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def no_modes() -> Any:
+    """A context without fake or tracing modes: tensors in it are real."""
+    return torch.utils._python_dispatch._disable_current_modes()
+
+
+def size_hint(size: Any, fallback: int) -> int:
+    """A symbolic size, SymInt or expression, as it was in the batch that was traced; `fallback` per unknown symbol."""
+    if isinstance(size, torch.SymInt):
+        known = size.node.shape_env.backed_var_to_val
+        size = size.node.expr
+    elif isinstance(size, sympy.Expr) and size.free_symbols:
+        known = _shape_env().backed_var_to_val
+    else:
+        return int(size)
+    return int(size.subs({s: known.get(s, fallback) for s in size.free_symbols}))
+
+
+def _shape_env() -> Any:
+    from torch._inductor.virtualized import V
+
+    return V.fake_mode.shape_env
+
+
+def bind_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Inductor will run each node after those that are named for it, whatever it reorders."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet(deps) for node, deps in after.items()})
 
 
 def fake_value(node: fx.Node) -> Any:
@@ -298,7 +341,11 @@ def self_test() -> None:
     import torch.fx.experimental._config as shapes
     from torch._inductor import config, ir
     from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx  # noqa: F401
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering  # noqa: F401
     from torch._inductor.utils import fresh_cache  # noqa: F401
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._ordered_set import OrderedSet  # noqa: F401
 
     if torch_version() not in SUPPORTED:
         raise RuntimeError(f"freescale knows torch {', '.join(SUPPORTED)}; this is {torch.__version__}")
@@ -306,7 +353,8 @@ def self_test() -> None:
         getattr(dynamo, name)
     for name in shape_settings(True):
         getattr(shapes, name)
-    assert hasattr(config, "post_grad_custom_post_pass")
+    assert hasattr(config, "post_grad_custom_post_pass") and hasattr(V, "fake_mode")
+    assert ShapeEnv().backed_var_to_val == {}
     assert hasattr(ir._CollectiveKernel, "create_out_of_place")
     assert hasattr(torch._C._distributed_c10d, "_register_work")
     assert hasattr(dist.distributed_c10d, "_resolve_process_group")

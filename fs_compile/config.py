@@ -18,7 +18,7 @@ PREFIX = "FREESCALE_"
 
 # The passes in the order in which they run. A name here is also the module and the function in
 # freescale.passes.
-PASS_NAMES = ("find_exchanges", "split_exchanges")
+PASS_NAMES = ("find_exchanges", "split_exchanges", "overlap_attention")
 
 
 class ConfigError(ValueError):
@@ -41,8 +41,14 @@ class Config:
     dynamic: bool = _flag(True, "Batch sizes are symbolic from the first step on, 0 and 1 included")
     timeout: float = _flag(120.0, "Seconds that a rank waits for the others to agree before it gives up")
 
+    link_gbps: float = _flag(0.0, "Speed of the link in Gbit/s; 0: measured once per group at start-up")
+    min_bytes: float = _flag(262144.0, "A plain all-to-all of fewer bytes is not split by consumer")
+
     def __post_init__(self) -> None:
         self.enabled_passes()
+        for name in ("link_gbps", "min_bytes"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{PREFIX}{name.upper()} must not be negative, found {getattr(self, name)}")
         if not self.timeout > 0:
             raise ConfigError(f"{PREFIX}TIMEOUT must be more than 0 seconds, found {self.timeout}")
 

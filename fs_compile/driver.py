@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import fx
 
 import freescale.kernels
@@ -21,8 +22,10 @@ import freescale.passes
 import freescale.runtime
 from freescale import compat
 from freescale.config import Config
-from freescale.passes.facts import CannotApply, exchanges
+from freescale.kernels import links
+from freescale.passes.facts import CannotApply, Exchange, exchanges
 from freescale.passes.graph_text import graph_text
+from freescale.passes.overlap_attention import bindings
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class Driver(compat.CustomGraphPass):
         self.cfg = cfg
 
     def uuid(self) -> str:
-        return f"{_source_hash()} {sorted(asdict(self.cfg).items())}"
+        return f"{_source_hash()} {sorted(asdict(self.cfg).items())} {links.rounded()}"
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = cast(fx.GraphModule, graph.owning_module)
@@ -83,7 +86,13 @@ class Driver(compat.CustomGraphPass):
                 REPORT.seconds += spent
                 log.info("%s %s: %d sites, %.1f ms", way, name, sites, spent * 1e3)
                 self._tell(way, name, gm.graph)
-        REPORT.exchanges[way] += len(exchanges(graph))
+        found = exchanges(graph)
+        REPORT.exchanges[way] += len(found)
+        if found:
+            _agree_on_launches(way, graph, found)
+            gm.recompile()
+        if self.cfg.codegen == "inductor":  # torch itself runs a graph in its order
+            compat.bind_order(graph, bindings(graph))
 
     def _run(self, name: str, apply: freescale.passes.Pass, gm: fx.GraphModule) -> int:
         try:
@@ -105,6 +114,16 @@ class Driver(compat.CustomGraphPass):
         compat.trace_artifact(f"freescale_{way}_{name}", lambda: graph_text(graph))
         for observer in list(_observers):
             observer(way, name, graph)
+
+
+def _agree_on_launches(way: str, graph: fx.Graph, found: list[Exchange]) -> None:
+    """The graph itself asks the other ranks, once, whether they launch the same in the same order."""
+    first = found[0].launch
+    with graph.inserting_before(first):
+        node = graph.call_function(
+            torch.ops.freescale.agree.default, (first.args[0], "; ".join([way, *map(str, found)]))
+        )
+    node.meta["val"] = None
 
 
 def direction(graph: fx.Graph) -> str:

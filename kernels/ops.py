@@ -15,6 +15,7 @@ Counts (rows per peer) are CPU int64 tensors of length world, so a graph does no
     all_to_all_rows_launch  start of an all-to-all of table rows
     all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either
     sum_rows                sums of rows in a fixed order
+    agree                   raises unless every rank is about to run a graph with these launches (collective, once)
     update_                 the owner's optimizer step on unique rows
 """
 
@@ -47,9 +48,10 @@ lib.define(
 )
 lib.define(
     "all_to_all_launch(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
-    "str group_name) -> Tensor"
+    "str table, str group_name) -> Tensor"
 )
 lib.define("sum_rows(Tensor x, Tensor order, Tensor ends) -> Tensor")
+lib.define("agree(Tensor(a!) first, str launches) -> ()")
 lib.define("update_(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, str table) -> Tensor")
 
 # Chunks that deserve the wire first have the lower number.
@@ -109,7 +111,7 @@ def _all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, prior
 
 
 @torch.library.register_fake("freescale::all_to_all_launch", lib=lib)
-def _all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, group_name):
+def _all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):
     return _rows_like(x, n_recv)
 
 
@@ -121,6 +123,12 @@ def _sum_rows(x, order, ends):
 @torch.library.register_fake("freescale::update_", lib=lib)
 def _update_(token, grad, rows, order, ends, table):
     return torch.empty_like(token)
+
+
+@torch.library.register_fake("freescale::agree", lib=lib)
+def _agree(first, launches):
+    # It changes nothing. Calling `first` changed keeps the op in the graph, before whoever reads `first` next.
+    return None
 
 
 compat.register_launch_lowering(torch.ops.freescale.all_to_all_launch)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from freescale import compat
-from freescale.kernels import asking, plan, tables
+from freescale.kernels import asking, launches, plan, tables
 from freescale.kernels.ops import lib
 
 _ops = torch.ops.freescale
@@ -27,24 +27,28 @@ def exchange_forward(token, rows, send_counts, recv_counts, n_recv, priority, ta
 def exchange_backward(
     token, grad, rows, order, ends, send_counts, recv_counts, n_recv, priority, table, group_name
 ):
-    launched = _ops.all_to_all_launch.default(grad, send_counts, recv_counts, n_recv, priority, group_name)
+    launched = _ops.all_to_all_launch.default(grad, send_counts, recv_counts, n_recv, priority, table, group_name)
     return _ops.update_.default(token, _wait(launched), rows, order, ends, table)
 
 
 def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
     # The send buffer is the op's own: the Work holds it until it is done, also where the wait is in a later graph.
     sent = tables.find(table).weight.index_select(0, rows)
-    return all_to_all_launch(sent, send_counts, recv_counts, n_recv, priority, group_name)
+    return _launch(f"rows of {table}", sent, send_counts, recv_counts, n_recv, priority, group_name)
 
 
-def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, group_name):
+def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):
+    return _launch(f"gradients of {table}", x.contiguous(), send_counts, recv_counts, n_recv, priority, group_name)
+
+
+def _launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
     out = x.new_empty((n_recv, *x.shape[1:]))
     group = compat.group_by_name(group_name)
-    work = dist.all_to_all_single(
-        out, x.contiguous(), recv_counts.tolist(), send_counts.tolist(), group=group, async_op=True
-    )
-    compat.register_work(out, work)
-    return out
+    with launches.label(f"launch {launches.PRIORITIES[priority]} {what}"):
+        work = dist.all_to_all_single(
+            out, x, recv_counts.tolist(), send_counts.tolist(), group=group, async_op=True
+        )
+    return launches.started(work, what, priority, out, group)
 
 
 def sum_rows(x, order, ends):
@@ -65,7 +69,8 @@ def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
     device = ids[0].device
     owners = plan.OwnerMap(bounds, shifts, starts)
     group = compat.group_by_name(group_name)
-    asked = asking.ask([i.cpu() for i in ids], firsts, sizes, owners, table, group)
+    with launches.blocked("planning in the step"):
+        asked = asking.ask([i.cpu() for i in ids], firsts, sizes, owners, table, group)
     mine, own = asked.mine, plan.group(asked.rows)
     on_device = [t.to(device) for t in (plan.inverse_of(mine), mine.order, mine.ends)]
     own_side = [t.to(device) for t in (own.values, own.order, own.ends)]
@@ -75,7 +80,8 @@ def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
 def checked_rows(ids, firsts, sizes, table, group_name):
     group = compat.group_by_name(group_name)
     bad = plan.first_outside(ids, sizes)
-    asking.exchange_counts(torch.zeros(group.size(), dtype=torch.int64), bad, table, group)
+    with launches.blocked("planning in the step"):
+        asking.exchange_counts(torch.zeros(group.size(), dtype=torch.int64), bad, table, group)
     return torch.cat([i.long() + first for i, first in zip(ids, firsts, strict=True)])
 
 

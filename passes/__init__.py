@@ -8,9 +8,14 @@ from torch import fx
 
 from freescale.config import PASS_NAMES, Config
 from freescale.passes.find_exchanges import find_exchanges
+from freescale.passes.overlap_attention import overlap_attention
 from freescale.passes.split_exchanges import split_exchanges
 
 Pass = Callable[[fx.GraphModule, Config], int]
 
-_BY_NAME: dict[str, Pass] = {"find_exchanges": find_exchanges, "split_exchanges": split_exchanges}
+_BY_NAME: dict[str, Pass] = {
+    "find_exchanges": find_exchanges,
+    "split_exchanges": split_exchanges,
+    "overlap_attention": overlap_attention,
+}
 PASSES: tuple[tuple[str, Pass], ...] = tuple((name, _BY_NAME[name]) for name in PASS_NAMES)

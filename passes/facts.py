@@ -12,6 +12,9 @@ from torch import fx
 from freescale.kernels.ops import EARLY, LATE, URGENT
 
 KEY = "freescale"  # node.meta[KEY] holds the Exchange of a node that starts one
+# Where a node came from. What torch noted about the call itself (its arguments' layouts) is not true of new nodes.
+ORIGIN = ("stack_trace", "nn_module_stack", "custom", "seq_nr")
+PINNED = "freescale_pinned"  # set on a node whose place among the compute the compiler must keep
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 PRIORITIES = {URGENT: "urgent", LATE: "late", EARLY: "early"}
 
@@ -31,6 +34,7 @@ class Exchange:
     bytes     received by this rank, symbolic
     launch    the node that starts it
     wait      the node that waits for it; of a composite, the composite itself; None if this graph does not wait
+    table     whose rows or gradients; empty for a plain one
     consumer  the first node that needs what arrived, None if nothing in this graph does
     """
 
@@ -41,6 +45,10 @@ class Exchange:
     launch: fx.Node
     wait: fx.Node | None
     consumer: fx.Node | None
+    table: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.priority} {self.way}{f' of {self.table}' if self.table else ''}"
 
 
 def exchanges(graph: fx.Graph) -> list[Exchange]:

@@ -84,7 +84,8 @@ def _ours(kind: str, way: str, node: fx.Node, wait: fx.Node | None) -> Exchange:
     n_recv = argument(node, "n_recv")
     received = size_in_bytes(like, n_recv.meta["val"] if isinstance(n_recv, fx.Node) else n_recv)
     priority = PRIORITIES[argument(node, "priority")]
-    return Exchange(kind, way, priority, received, node, wait, first_user(wait) if wait is not None else None)
+    consumer = first_user(wait) if wait is not None else None
+    return Exchange(kind, way, priority, received, node, wait, consumer, argument(node, "table"))
 
 
 def _plain(node: fx.Node) -> Exchange | None:

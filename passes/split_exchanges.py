@@ -1,4 +1,4 @@
-"""Open each exchange of the dialect into explicit launches, waits and updates.
+"""Open each exchange of the dialect into explicit launches, waits and updates; cut plain ones by consumer.
 
 Needs:    find_exchanges has run.
 Promises: same values; the launches of one group stand in the same order on every rank.
@@ -6,6 +6,8 @@ Before:   emb = exchange_forward(token, rows, ...)
           done = exchange_backward(token, grad, rows, order, ends, ...)
 After:    chunk = all_to_all_rows_launch(token, rows, ...) ; emb = wait_tensor(chunk)
           chunk = all_to_all_launch(grad, ...) ; arrived = wait_tensor(chunk) ; done = update_(token, arrived, ...)
+
+          a plain all-to-all whose result is cut up for consumers: one per consumer (consumer_chunks.py)
 
 What stands for a composite is what its reference does: the reference itself is run on the graph's nodes.
 """
@@ -21,25 +23,28 @@ from torch import fx
 from freescale import compat
 from freescale.config import Config
 from freescale.kernels import reference
-from freescale.passes.facts import KEY, CannotApply, Exchange, exchanges, first_user, wait_of
+from freescale.passes import consumer_chunks, cost
+from freescale.passes.facts import KEY, ORIGIN, CannotApply, Exchange, exchanges, first_user, wait_of
 
 REFERENCES: dict[Any, Callable[..., Any]] = {
     torch.ops.freescale.exchange_forward.default: reference.exchange_forward,
     torch.ops.freescale.exchange_backward.default: reference.exchange_backward,
 }
-# Where a node came from. What torch noted about the call itself (its arguments' layouts) is not true of the new ones.
-ORIGIN = ("stack_trace", "nn_module_stack", "custom", "seq_nr")
 
 
 def split_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
-    """Return the number of exchanges opened."""
+    """Return the number of exchanges opened or cut."""
     sites = [x for x in exchanges(gm.graph) if x.kind == "composite"]
     for x in sites:
         if x.launch.kwargs:
             raise CannotApply(f"{x.launch.name} is called with keywords")
+    plain = [x for x in exchanges(gm.graph) if x.kind == "plain" and cost.hint(x.bytes) >= cfg.min_bytes]
+    cuts = [cut for x in plain if (cut := consumer_chunks.plan(x)) is not None]
     for x in sites:
         _open(gm.graph, x)
-    return len(sites)
+    for cut in cuts:
+        consumer_chunks.apply(gm.graph, cut)
+    return len(sites) + len(cuts)
 
 
 def _open(graph: fx.Graph, x: Exchange) -> None:
@@ -61,7 +66,7 @@ def _open(graph: fx.Graph, x: Exchange) -> None:
     launch = new[0]
     wait = wait_of(launch)
     assert wait is not None
-    launch.meta[KEY] = Exchange("chunk", x.way, x.priority, x.bytes, launch, wait, first_user(wait))
+    launch.meta[KEY] = Exchange("chunk", x.way, x.priority, x.bytes, launch, wait, first_user(wait), x.table)
 
 
 def _proxies(argument: Any, tracer: fx.proxy.GraphAppendingTracer) -> Any:

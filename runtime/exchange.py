@@ -38,6 +38,8 @@ class Exchange:
         self.name = tables.register(table, name)
         self.table = table  # keeps the registered name alive
         self.group_name = group.group_name
+        # For what nobody waits for; a LookaheadLoader gives it a group of its own, so that it is never in the way.
+        self.background = group.group_name
         self.features = [feature for feature, _ in entries]
         firsts = plan.table_firsts(table_rows)
         self.firsts = [firsts[t] for _, t in entries]
@@ -73,7 +75,7 @@ class Exchange:
         # among those above, so their place among the compute is free.
         late, then = p.before, p.next
         assert late is not None and then is not None
-        names = (self.name, self.group_name)
+        names = (self.name, self.background)
         settled = _ops.exchange_backward(
             token, late.grad, *late.own, *late.counts, late.own[1].shape[0], LATE, *names
         )

@@ -24,6 +24,7 @@ from freescale import compat, config
 from freescale.kernels import asking, plan
 from freescale.runtime import batches, order, steps
 from freescale.runtime.exchange import Exchange
+from freescale.runtime.meter import METER
 from freescale.runtime.order import Planned
 
 log = logging.getLogger(__name__)
@@ -111,12 +112,14 @@ class LookaheadLoader:
             unsaid = True
             raise
         finally:
+            METER.pause()
             atexit.unregister(close)
             close()
 
     def _hand_out(self, run: order.Run, item: Planned) -> Any:
         batch = batches.move(item.batch, self.exchanges[0].anchor.device)
         run.hand_out(item, batch)
+        METER.mark(item.number)
         for exchange, p in zip(self.exchanges, item.plans, strict=True):
             self._stats.append({"step": item.number, "exchange": exchange.name, **p.stats})
         return batch

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from freescale import compat, config
-from freescale.kernels import tables
+from freescale.kernels import launches, links, tables
 from freescale.kernels.ops import EARLY
 from freescale.runtime import batches, steps
 from freescale.runtime.exchange import Exchange
@@ -209,19 +209,30 @@ def _refuse_backward(slot: torch.Tensor, number: int) -> None:
 class Tables:
     """The loops over a model's tables, the innermost last, and the hooks that see its uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, exchanges: list[Exchange]) -> None:
         self.runs: list[Run] = []
         self.loops = 0
         # Groups of their own: nothing here comes between the collectives of the training. The first is for meetings;
         # the others are for the planning threads of loops inside each other.
         self._meeting: dist.ProcessGroup = dist.new_group(backend="gloo")
         self._planning: list[dist.ProcessGroup] = [dist.new_group(backend="gloo")]
+        # Early rows and late gradients: a group of the same kind as the training's, so that urgent ones overtake them.
+        training = compat.group_by_name(exchanges[0].group_name)
+        self._background = dist.new_group(timeout=compat.timeout_of(training))
+        device = exchanges[0].anchor.device
+        speed = links.measure(self._background, device, config.load().link_gbps)
+        log.info("the link carries %.3g Gbit/s per rank", speed * 8 / 1e9)
         self._hooks: dict[torch.nn.Module, list[Any]] = {}
         self._inside = False  # a call of the compiled model
         self._unsaid: RuntimeError | None = None  # what Python did not raise where it happened
 
     def __deepcopy__(self, memo: Any) -> Tables:
         return self  # a copy of the model in the middle of a loop brings its hooks along
+
+    def carry_behind(self, exchange: Exchange) -> None:
+        """What nobody waits for travels on the background group."""
+        exchange.background = self._background.group_name
+        links.speed.setdefault(exchange.group_name, links.speed[self._background.group_name])
 
     # -- loops ---------------------------------------------------------------------------------------------------
 
@@ -328,7 +339,8 @@ class Tables:
         if run.broken is not None:
             raise RuntimeError(f"freescale: {run.broken}")
         try:
-            return [Said(*s) for s in compat.gather_ints(mine, self._meeting, timeout)]
+            with launches.blocked("meeting of the ranks"):
+                return [Said(*s) for s in compat.gather_ints(mine, self._meeting, timeout)]
         except Exception as error:
             within = "" if timeout is None else f" within {timeout:g} s (FREESCALE_TIMEOUT)"
             run.broken = f"the other ranks did not come to the same place{within}: {error}"
@@ -472,7 +484,8 @@ _of: weakref.WeakKeyDictionary[Exchange, Tables] = weakref.WeakKeyDictionary()
 
 def tables_of(exchanges: list[Exchange]) -> Tables:
     """One for all models that share a table."""
-    found = next((_of[x] for x in exchanges if x in _of), None) or Tables()
+    found = next((_of[x] for x in exchanges if x in _of), None) or Tables(exchanges)
     for x in exchanges:
-        _of.setdefault(x, found)
+        if _of.setdefault(x, found) is found:
+            found.carry_behind(x)
     return found

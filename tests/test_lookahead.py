@@ -142,6 +142,27 @@ def test_same_bits_with_and_without(optimizer, world):
         assert 0.5 < found[0.7] < 0.85 and found[1.0] == 1.0, found
 
 
+def _every_subset(optimizer: str):
+    from freescale.config import PASS_NAMES
+
+    expected = Trainer(optimizer, "none").train(0.3, 25, wrapped=False)
+    wrong = []
+    for chosen in itertools.product((False, True), repeat=len(PASS_NAMES)):
+        passes = ",".join(p for p, on in zip(PASS_NAMES, chosen, strict=True) if on) or "none"
+        trainer = Trainer(optimizer, passes)
+        for wrapped in (False, True):
+            if not same(trainer.train(0.3, 25, wrapped), expected):
+                wrong.append((passes, wrapped))
+        torch._dynamo.reset()
+    return wrong
+
+
+@pytest.mark.parametrize("optimizer", ("sgd", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)))
+@pytest.mark.timeout(600)
+def test_every_subset_of_passes_gives_the_same_bits(optimizer):
+    assert run_ranks(_every_subset, 2, optimizer, timeout=550) == [[], []]
+
+
 def _inductor():
     plain = Trainer("sgd", "none", "inductor").train(0.3, 30, wrapped=False)
     ahead = Trainer("sgd", "all", "inductor").train(0.3, 30, wrapped=True)
@@ -157,33 +178,21 @@ def test_inductor_agrees():
         assert worst <= 1e-6 and compilations <= 2
 
 
-def _replace_launch(launch) -> torch.library.Library:
-    """Every launch goes through `launch` from now on, in this process."""
-    from freescale.kernels import reference
-
-    reference.all_to_all_launch = launch  # the launch of rows calls it by name
-    lib = torch.library.Library("freescale", "IMPL")
-    lib.impl("all_to_all_launch", torch.compiler.disable(launch), "CPU")
-    return lib
-
-
 def _delayed():
     """A transport that shows what a launch brought only after a random delay, whatever was launched first."""
     from freescale import compat
     from freescale.kernels import reference
 
     plain = Trainer("rowwise_adagrad", "none").train(0.5, 40, wrapped=False)
-    honest, rng, pending, most = reference.all_to_all_launch, random.Random(dist.get_rank()), [0], [0]
+    honest, rng, pending, most = reference._launch, random.Random(dist.get_rank()), [0], [0]
 
     class Late(dist.Work):
         def wait(self, timeout=None):
             self.thread.join()
             return True
 
-    def launch(x, send_counts, recv_counts, n_recv, priority, group_name):
-        arrived = torch.ops._c10d_functional.wait_tensor(
-            honest(x, send_counts, recv_counts, n_recv, priority, group_name)
-        )
+    def launch(*args):
+        arrived = torch.ops._c10d_functional.wait_tensor(honest(*args))
         shown, delay = torch.full_like(arrived, float("nan")), rng.random() * 0.01
         pending[0] += 1
         most[0] = max(most[0], pending[0])
@@ -199,9 +208,8 @@ def _delayed():
         compat.register_work(shown, work)
         return shown
 
-    lib = _replace_launch(launch)
+    reference._launch = launch
     got = Trainer("rowwise_adagrad").train(0.5, 40, wrapped=True)
-    del lib
     return same(plain, got), most[0] > 1
 
 
@@ -235,15 +243,14 @@ def _bytes_on_the_wire():
     from freescale.kernels import reference
 
     sent: list[tuple[int, int]] = []
-    honest = reference.all_to_all_launch
+    honest = reference._launch
 
-    def counting(x, send_counts, recv_counts, n_recv, priority, group_name):
+    def counting(what, x, send_counts, recv_counts, n_recv, priority, group_name):
         sent.append((priority, int(recv_counts.sum()) * x.shape[1] * x.element_size()))
-        return honest(x, send_counts, recv_counts, n_recv, priority, group_name)
+        return honest(what, x, send_counts, recv_counts, n_recv, priority, group_name)
 
-    lib = _replace_launch(counting)
+    reference._launch = counting
     ahead = Trainer("sgd").train(0.3, 20, wrapped=True)
-    del lib
     return sent, ahead[2]
 
 

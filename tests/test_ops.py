@@ -57,7 +57,7 @@ def test_opcheck(one_rank):
     opcheck(ops.update_, (token, grads, rows, order, ends, name))
     # A launched tensor may only be looked at after its wait, so opcheck's comparison of outputs does not apply.
     launched = ("test_schema", "test_faketensor")
-    opcheck(ops.all_to_all_launch, (grads, counts, counts, 3, 0, one_rank), test_utils=launched)
+    opcheck(ops.all_to_all_launch, (grads, counts, counts, 3, 0, name, one_rank), test_utils=launched)
     opcheck(ops.all_to_all_rows_launch, (token, *asked, name, one_rank), test_utils=launched)
 
 
@@ -159,7 +159,7 @@ def _launch_under_inductor():
     group, rank = dist.group.WORLD.group_name, dist.get_rank()
 
     def step(x, counts):
-        sent = launch(x * 2 + 1, counts, counts, x.shape[0], 0, group)
+        sent = launch(x * 2 + 1, counts, counts, x.shape[0], 0, "item", group)
         y = x
         for _ in range(4):  # temporaries of the very size of the send buffer
             y = torch.cos(y @ torch.ones(64, 64)) * 3

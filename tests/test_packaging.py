@@ -21,7 +21,7 @@ FOLDERS = {
 }
 # What each package may import beside the standard library, and which parts of freescale it may not.
 ALLOWED = {
-    "kernels": {"torch", "numpy", "freescale.compat", "freescale.kernels"},
+    "kernels": {"torch", "numpy", "triton", "freescale.compat", "freescale.kernels"},
     "passes": {"torch", "sympy"}
     | {"freescale.config", "freescale.compat", "freescale.kernels", "freescale.passes"},
 }
