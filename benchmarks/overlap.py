@@ -201,7 +201,7 @@ def run_priority(ranks: int, settings: dict[str, Any], train: dict[str, Any] | N
 
 
 def run_single(settings: dict[str, Any], quick: bool) -> dict[str, Any]:
-    found = run_section("single", 1, {**settings, "steps": 5 if quick else 8, "rounds": 2 if quick else 6})
+    found = run_section("single", 1, {**settings, "steps": 3 if quick else 8, "rounds": 2 if quick else 6})
     print(
         f"one rank: a step of freescale over one of plain Inductor: {found['single_rank_ratio']:.4f} "
         f"(CPU time of all threads: {found['single_rank_cpu_ratio']:.4f})"
