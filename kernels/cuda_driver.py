@@ -43,7 +43,7 @@ def _load() -> dict[str, Any]:
 
 
 class CudaDriver:
-    """The calls, for one device. Streams are plain integers, addresses too."""
+    """The calls, for one device. Its own streams are plain integers, addresses too."""
 
     calls: dict[str, Any] | None = None
 
@@ -124,20 +124,16 @@ class CudaDriver:
 
     # ---- between streams -------------------------------------------------------------------------------
 
-    def current(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
 
-    def mark(self, stream: int) -> torch.cuda.Event:
+    def mark(self, stream: int | torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(self._outside.get(stream) or torch.cuda.ExternalStream(stream, self.device))
+        event.record(self._outside[stream] if isinstance(stream, int) else stream)
         return event
 
-    def after(self, stream: int, event: torch.cuda.Event) -> None:
-        event.wait(self._outside.get(stream) or torch.cuda.ExternalStream(stream, self.device))
+    def after(self, stream: int | torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        event.wait(self._outside[stream] if isinstance(stream, int) else stream)
 
     def done(self, event: torch.cuda.Event) -> bool:
         return event.query()
-
-    def keep(self, tensor: torch.Tensor, stream: int) -> None:
-        """The tensor's memory is not given to anyone else before the stream has passed this point."""
-        tensor.record_stream(self._outside[stream])

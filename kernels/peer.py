@@ -24,7 +24,7 @@ import torch.distributed as dist
 from freescale.kernels import rings
 from freescale.kernels.cuda_driver import CudaDriver
 from freescale.kernels.rings import LEVELS, WORD_STRIDE, Lane, Step
-from freescale.kernels.segment import cpu_group
+from freescale.kernels.segment import LINE, Presence, agree_on_segment, cpu_group
 from freescale.kernels.transport import FAR, Message, Transport, timeout_of
 
 WINDOW_BYTES, MOST_BYTES = 1 << 20, 64 << 20  # of one slab: at first, and at most
@@ -43,6 +43,10 @@ class Peer(Transport):
         self._copy_out = self._copy_in = driver.copy_across
         self._by_copy = flag == "copy"
         self._group = cpu_group(group, timeout)
+        segment, _ = agree_on_segment(self.world * LINE, self.rank, self._group)
+        if segment is not None:  # else a lost peer is noticed when the time-out has passed
+            self._resources.callback(segment.close)
+            self.presence = Presence(segment, self.rank, self.world)
         self._open_streams()
         self._aside = driver.new_stream(0)  # for what must not stand behind a waiting stream
         self._resources.callback(driver.drop_stream, self._aside)
@@ -91,8 +95,8 @@ class Peer(Transport):
 
     def _steps(self, level: int, send: Sequence[int], recv: Sequence[int]) -> Iterable[Step]:
         lanes = self._in[level], self._out[level]
-        for sends, peer, offset, nbytes in rings.walk(self.rank, send, recv, self.slab):
-            yield Step(lanes[sends][peer], offset, nbytes)
+        for sends, peer, offset, nbytes, ahead in rings.walk(self.rank, send, recv, self.slab):
+            yield Step(lanes[sends][peer], offset, nbytes, ahead)
 
     def _tell(self, address: int, value: int, level: int, stream: int) -> None:
         if self._by_copy:

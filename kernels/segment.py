@@ -17,6 +17,9 @@ from datetime import timedelta
 import numpy as np
 import torch.distributed as dist
 
+from freescale.kernels.rings import at_least
+
+LINE = 64  # bytes of a cache line
 _FOLDER = "/dev/shm"
 _LOCK = "hhqqi4x"  # struct flock
 
@@ -79,7 +82,7 @@ class Segment:
 
     def words(self, at: int, count: int, stride: int) -> np.ndarray:
         """`count` 32-bit words, `stride` bytes apart."""
-        return self.bytes[at : at + count * stride].view(np.uint32)[:: stride // 4]
+        return self.bytes.view(np.uint32)[at // 4 : (at + count * stride) // 4 : stride // 4]
 
     def holds_on(self, rank: int) -> bool:
         """Whether that rank, not this one, still has the segment."""
@@ -92,6 +95,32 @@ class Segment:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+class Presence:
+    """Which ranks are still there and how far each is: one line of words per rank at the start of a segment."""
+
+    def __init__(self, segment: Segment, rank: int, world: int) -> None:
+        self._segment, self._rank = segment, rank
+        self._others = [p for p in range(world) if p != rank]
+        self._reports = segment.words(0, world, LINE)
+        self._launched = segment.words(4, world, LINE)
+
+    def gone(self) -> dict[int, int]:
+        """Peers that will send nothing more, and for each the one to name: itself, or whom it reported."""
+        left = {p: p for p in self._others if not self._segment.holds_on(p)}
+        return {**left, **{p: int(self._reports[p]) - 1 for p in self._others if self._reports[p]}}
+
+    def report(self, culprits: set[int]) -> None:
+        if culprits:
+            self._reports[self._rank] = 1 + min(culprits)
+
+    def has_launched(self, messages: int) -> None:
+        self._launched[self._rank] = messages & 0xFFFFFFFF
+
+    def behind(self, messages: int) -> set[int]:
+        """Peers that have launched fewer."""
+        return {p for p in self._others if not at_least(int(self._launched[p]), messages)}
 
 
 _sides: dict[tuple[str, int, float], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}

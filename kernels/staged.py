@@ -13,6 +13,7 @@ Memory is bounded by `ring_bytes` per rank, allocated once; a sender whose slots
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from freescale.kernels import rings
 from freescale.kernels.cuda_driver import CudaDriver
 from freescale.kernels.rings import LEVELS, WORD_STRIDE, Lane, Step
-from freescale.kernels.segment import Segment, agree_on_segment, cpu_group
+from freescale.kernels.segment import Presence, Segment, agree_on_segment, cpu_group
 from freescale.kernels.transport import Transport, set_far, timeout_of
 
 log = logging.getLogger(__name__)
@@ -42,10 +43,11 @@ class SharedMemory(Transport):
     ) -> None:
         super().__init__(group, driver, timeout)
         self.segment, self.sizes = segment, sizes
+        self.lag = 0  # each piece of it keeps the receiving side idle that much longer at the start of a message
         self._resources.callback(segment.close)
         device = self._pin(segment.bytes)
         self._open_streams()
-        self._reports = segment.words(0, self.world, WORD_STRIDE)
+        self.presence = Presence(segment, self.rank, self.world)
         self._out = [[self._lane(p, level, True, device) for p in range(self.world)] for level in range(LEVELS)]
         self._in = [[self._lane(p, level, False, device) for p in range(self.world)] for level in range(LEVELS)]
         words = [lane.seen for side in (self._out, self._in) for lanes in side for lane in lanes]
@@ -71,21 +73,12 @@ class SharedMemory(Transport):
 
     def _steps(self, level: int, send: Sequence[int], recv: Sequence[int]) -> Iterable[Step]:
         lanes = self._in[level], self._out[level]
-        for sends, peer, offset, nbytes in rings.walk(self.rank, send, recv, self.sizes.piece):
-            yield Step(lanes[sends][peer], offset, nbytes)
+        for sends, peer, offset, nbytes, ahead in rings.walk(self.rank, send, recv, self.sizes.piece, self.lag):
+            yield Step(lanes[sends][peer], offset, nbytes, ahead)
 
     def _lacking(self) -> set[int]:
         lanes = [lane for side in (self._out, self._in) for lanes in side for lane in lanes]
         return {x.peer for x in lanes if x.peer != self.rank and x.seen is not None and x.lacks(x.seen)}
-
-    def _gone(self) -> dict[int, int]:
-        others = [p for p in range(self.world) if p != self.rank]
-        gone = {p: p for p in others if not self.segment.holds_on(p)}
-        return {**gone, **{p: int(self._reports[p]) - 1 for p in others if self._reports[p]}}
-
-    def _report(self, culprits: set[int]) -> None:
-        if culprits:
-            self._reports[self.rank] = 1 + min(culprits)
 
     def _release(self) -> None:
         set_far(self._awaited)
@@ -105,6 +98,8 @@ def open_transport(
 
     if network not in NETWORKS:
         raise ValueError(f"freescale: staged: network is one of {', '.join(NETWORKS)}, found {network!r}")
+    if network == "gloo":
+        _refuse_gloo_without_caching()
     if driver is None:
         driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
     seconds = timeout if timeout is not None else timeout_of(group)
@@ -119,7 +114,16 @@ def open_transport(
         if network == "memory":
             raise RuntimeError(f"freescale: staged: the ranks cannot share memory: {why_not}")
         log.info("staged: over gloo, because %s", why_not)
+        _refuse_gloo_without_caching()
     return Relay(group, driver, seconds, side, ring_bytes, piece_bytes)
+
+
+def _refuse_gloo_without_caching() -> None:
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        raise RuntimeError(
+            "freescale: staged over gloo cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING set: to free a tensor "
+            "would wait for the device while it holds the lock that the sending threads need"
+        )
 
 
 _open: dict[str, tuple[dist.ProcessGroup, Transport]] = {}

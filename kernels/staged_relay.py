@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import queue
 import threading
 import time
@@ -54,7 +53,16 @@ class Courier(threading.Thread):
         self.group, self.stopped, self.failed = group, stop, failed
         self.pieces: queue.SimpleQueue[list[Fragment]] = queue.SimpleQueue()
         self.waits_for: set[int] = set()
+        self.given = self.through = 0  # pieces
         self.broken = False
+
+    def give(self, piece: list[Fragment]) -> None:
+        self.given += 1
+        self.pieces.put(piece)
+
+    @property
+    def busy(self) -> bool:
+        return self.through < self.given and not self.broken
 
     def run(self) -> None:
         number = 0
@@ -108,6 +116,7 @@ class Courier(threading.Thread):
                 return
         self.waits_for = set()
         self.told[number % SLOTS] = number // SLOTS + 1
+        self.through = number + 1
 
     def _give_up(self, peer: int, error: RuntimeError) -> None:
         self.broken = True
@@ -131,11 +140,6 @@ class Relay(Transport):
         piece_bytes: int,
     ) -> None:
         super().__init__(group, driver, timeout)
-        if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
-            raise RuntimeError(
-                "freescale: staged over gloo cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING set: to free a tensor "
-                "would wait for the device while it holds the lock that the sending threads need"
-            )
         self.piece = min(piece_bytes, ring_bytes // (3 * LEVELS * SLOTS)) // 4096 * 4096
         if self.piece < 4096:
             least = 3 * LEVELS * SLOTS * 4096
@@ -148,8 +152,9 @@ class Relay(Transport):
         self._groups = [side, *(cpu_group(group, timeout, level) for level in range(1, LEVELS))]
         self._lanes = [[self._lane(ring, level) for ring in range(len(_RINGS))] for level in range(LEVELS)]
         self._awaited = [lane.seen for lanes in self._lanes for lane in lanes if lane.seen is not None]
+        self._halt = threading.Event()
         self._couriers = [self._courier(level, sends) for level in range(LEVELS) for sends in (True, False)]
-        self._resources.callback(_let_go, self._couriers, side, self._awaited)
+        self._resources.callback(_let_go, self._couriers, side, self._awaited, self._halt)
         for courier in self._couriers:
             courier.start()
         self._start_watching()
@@ -188,10 +193,9 @@ class Relay(Transport):
         def failed(peer: int, text: str) -> None:
             transport = this()
             if transport is not None:
-                reason = f"rank {transport._me()} cannot go on: {transport._names([peer])} is gone ({text})"
-                transport.fail(reason, {peer})
+                transport.fail(f"rank {transport._me()} cannot go on: {transport._names([peer])} gone ({text})", {peer})
 
-        return Courier(sends, slots, awaited, told, self._groups[level], self._stop, failed)
+        return Courier(sends, slots, awaited, told, self._groups[level], self._halt, failed)
 
     def _steps(self, level: int, send: Sequence[int], recv: Sequence[int]) -> Iterable[Step]:
         me, world = self.rank, self.world
@@ -206,23 +210,31 @@ class Relay(Transport):
         for k in range(max(len(pieces_out), len(pieces_in))):
             for lane, pieces, sends in ((lane_out, pieces_out, True), (lane_in, pieces_in, False)):
                 if k < len(pieces):
-                    self._couriers[2 * level + (not sends)].pieces.put(pieces[k])
+                    self._couriers[2 * level + (not sends)].give(pieces[k])
                     yield Step(lane, min(f.offset for f in pieces[k]), sum(f.nbytes for f in pieces[k]))
 
     def _lacking(self) -> set[int]:
         return set().union(*(c.waits_for for c in self._couriers))
 
+    def _sending(self) -> bool:
+        return any(c.busy for c in self._couriers)
+
     def _release(self) -> None:
         set_far(self._awaited)
 
 
-def _let_go(couriers: list[Courier], side: dist.ProcessGroup, awaited: list[np.ndarray]) -> None:
-    set_far(awaited)
+def _let_go(
+    couriers: list[Courier], side: dist.ProcessGroup, awaited: list[np.ndarray], halt: threading.Event
+) -> None:
     end = time.monotonic() + _FAREWELL
+    while any(c.busy for c in couriers) and time.monotonic() < end:
+        time.sleep(0.001)
+    halt.set()
+    set_far(awaited)
     for courier in couriers:
         if courier.ident is not None and courier is not threading.current_thread():
             courier.join(max(0.0, end - time.monotonic()))
-    if any(c.is_alive() or c.broken for c in couriers) or not dist.is_initialized():
+    if any(c.is_alive() or c.broken or c.busy for c in couriers) or not dist.is_initialized():
         return
     # What we sent may still be on its way to a peer: a process does not end its connections before everyone is here.
     with contextlib.suppress(RuntimeError):

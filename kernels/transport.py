@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from freescale import compat
 from freescale.kernels.rings import LEVELS, Step, level_of
+from freescale.kernels.segment import Presence
 
 _LOOK_EVERY = 0.05  # seconds
 FAR = 0x40000000  # ahead of every round that a stream may wait for, as 32-bit numbers that wrap around
@@ -39,7 +40,9 @@ class Message:
     number: int
     priority: int
     since: float
+    stream: Any  # that launched it
     events: tuple[Any, Any]  # after the last copy out, after the last copy in
+    holds: tuple[torch.Tensor, ...]  # what the copies read and write
 
 
 class TransportWork(dist.Work):
@@ -65,6 +68,7 @@ class Transport:
         self.rank, self.world = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
         self.timeout = timeout if timeout is not None else timeout_of(group)
+        self.presence: Presence | None = None  # where the ranks share memory
         self.error: str | None = None
         self.launched = 0
         self.in_flight: list[Message] = []
@@ -106,12 +110,9 @@ class Transport:
         """Peers without whom what was issued cannot finish."""
         raise NotImplementedError
 
-    def _gone(self) -> dict[int, int]:
-        """Peers that will send nothing more, and for each the one to name: itself, or whom it reported."""
-        return {}
-
-    def _report(self, culprits: set[int]) -> None:
-        """Tell the other ranks, where there is a way."""
+    def _sending(self) -> bool:
+        """Whether the host still has something to send that has left the device."""
+        return False
 
     def _release(self) -> None:
         """Make every stream of this rank that waits for a peer go on. Called again until nothing waits."""
@@ -153,28 +154,28 @@ class Transport:
         driver, wait, tell = self.driver, self.driver.wait, self._tell
         copy_out, copy_in = self._copy_out, self._copy_in
         data_out, data_in = x.data_ptr(), out.data_ptr()
-        ready = driver.mark(driver.current())  # x can be read and out can be written
+        current = driver.current()
+        ready = driver.mark(current)  # x can be read and out can be written
         driver.after(stream_out, ready)
         driver.after(stream_in, ready)
         for step in self._steps(level, send, recv):
             lane, number = step.lane, step.lane.number
             slot = lane.slot(number)
-            word = slot * lane.word_stride
             stream = stream_out if lane.sends else stream_in
-            if lane.needs(number) and (lane.seen is None or not lane.reached(number, lane.seen)):
-                wait(lane.waits_at + word, lane.needs(number), stream)
+            last = number + step.ahead
+            if lane.needs(last) and (lane.seen is None or not lane.reached(last, lane.seen)):
+                wait(lane.waits_at + lane.slot(last) * lane.word_stride, lane.needs(last), stream)
             if lane.sends:
                 copy_out(lane.data + slot * lane.piece, data_out + step.offset, step.nbytes, stream)
             else:
                 copy_in(data_in + step.offset, lane.data + slot * lane.piece, step.nbytes, stream)
-            tell(lane.tells_at + word, number // lane.slots + 1, level, stream)
+            tell(lane.tells_at + slot * lane.word_stride, number // lane.slots + 1, level, stream)
             lane.number += 1
-        driver.keep(x, stream_out)
-        driver.keep(out, stream_in)
-        message = Message(
-            self.launched, priority, time.monotonic(), (driver.mark(stream_out), driver.mark(stream_in))
-        )
+        events = driver.mark(stream_out), driver.mark(stream_in)
+        message = Message(self.launched, priority, time.monotonic(), current, events, (x, out))
         self.launched += 1
+        if self.presence is not None:
+            self.presence.has_launched(self.launched)
         with self._listing:
             self.in_flight.append(message)
         return message
@@ -185,6 +186,9 @@ class Transport:
         current = self.driver.current()
         for event in message.events:
             self.driver.after(current, event)
+        if current == message.stream:
+            message.holds = ()  # that stream reuses the memory, if at all, behind this point
+        self._unfinished()
 
     # ---- failure and end -------------------------------------------------------------------------------
 
@@ -197,7 +201,8 @@ class Transport:
         """Keep the first error, then let everything that waits go on."""
         if self.error is None:
             self.error = f"freescale: {self.name}: {reason}"
-            self._report(culprits)
+            if self.presence is not None:
+                self.presence.report(culprits)
         self._release()
 
     def look(self) -> None:
@@ -208,26 +213,32 @@ class Transport:
             self._release()
             return
         oldest = self.in_flight[0]
-        gone, age = self._gone(), time.monotonic() - oldest.since
+        gone = self.presence.gone() if self.presence is not None else {}
+        age = time.monotonic() - oldest.since
         if not gone and age < self.timeout:
             return
         lacking = self._lacking()  # empty where the message waits for this rank's own computation
-        left = {gone[p] for p in lacking if p in gone}
-        culprits = left or (lacking if age >= self.timeout else set())
-        if culprits:
-            how = "is gone" if left else f"has not answered for {age:.1f} s"
-            what = f"message {oldest.number} of priority {oldest.priority}"
-            self.fail(f"rank {self._me()} cannot finish {what}: {self._names(culprits)} {how}", culprits)
+        what = f"rank {self._me()} cannot finish message {oldest.number} of priority {oldest.priority}"
+        if left := {gone[p] for p in lacking if p in gone}:
+            self.fail(f"{what}: {self._names(left)} gone", left)
+        elif lacking and age >= self.timeout:
+            # who has launched the message may itself wait for one who has not
+            late = self.presence.behind(oldest.number + 1) & lacking if self.presence is not None else set()
+            self.fail(f"{what}: {self._names(late or lacking)} silent for {age:.1f} s", late or lacking)
 
     def _unfinished(self) -> bool:
-        """Whether anything is in flight; forgets what has finished, of any priority."""
+        """Whether anything is in flight; forgets what has finished, of any priority, and the memory that it held.
+
+        (Not record_stream: the allocator would go on using the streams after they are given back.)
+        """
         done = self.driver.done
         with self._listing:
             self.in_flight = [m for m in self.in_flight if not all(done(event) for event in m.events)]
             return bool(self.in_flight)
 
     def _names(self, peers: Iterable[int]) -> str:
-        return ", ".join(f"rank {self.ranks[p]}" for p in sorted(peers))
+        names = [f"rank {self.ranks[p]}" for p in sorted(peers)]
+        return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
     def _me(self) -> int:
         return self.ranks[self.rank]
@@ -237,7 +248,7 @@ class Transport:
         if not self._finalizer.alive:
             return
         end = time.monotonic() + patience
-        while self.error is None and self._unfinished() and time.monotonic() < end:
+        while self.error is None and (self._unfinished() or self._sending()) and time.monotonic() < end:
             time.sleep(0.001)
         self.fail("the transport was closed", set())
         end = time.monotonic() + patience

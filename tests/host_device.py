@@ -89,6 +89,3 @@ class HostDriver:
 
     def done(self, mark):
         return mark.reached.is_set()
-
-    def keep(self, tensor, stream):
-        self.queues[stream].put(lambda: tensor.data_ptr())
