@@ -293,7 +293,7 @@ def compare(beside: Beside, turns: int, kinds: list[str], alone_rates: dict[str,
         for _ in range(3):
             work()
         once = sorted(sample(work, 5, beside, "alone")[0] for _ in range(3))[1]
-        times = max(1, int(0.7 * seconds_of_transfer / once))
+        times = max(1, int(0.6 * seconds_of_transfer / once))
         found: dict[str, list[tuple[float, float, bool]]] = {kind: [] for kind in kinds}
         for _ in range(turns):
             for kind in random.sample(kinds, len(kinds)):
