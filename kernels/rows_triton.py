@@ -1,0 +1,226 @@
+"""Moving, summing and updating rows in one pass over memory, in Triton. Definitions and checks are in rows.py.
+
+Rows are those of contiguous [n, dim] tensors of float32, bfloat16 or float16; indices are contiguous int64. Nothing
+here waits for the device: sizes come from shapes, and how long a segment is only the kernels know.
+
+A sum of one column of one segment is sequential, left to right, so that it has the same bits everywhere. What runs at
+the same time are segments and columns: short segments many to a program, one entry of each at a time; a long
+segment has a program to itself, with many of its rows on the way at once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+SUM, SGD, ADAGRAD = 0, 1, 2
+LONG = 16  # entries above which a segment is a long one
+SCANNERS = 1024  # programs that look for long segments
+
+
+@triton.jit(do_not_specialize=["n"])
+def _gather(source, index, out, n, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(index + at, mask=at < n, other=0)
+    for first in tl.static_range(0, DIM, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        inside = (at < n)[:, None] & (column < DIM)[None, :]
+        x = tl.load(source + row[:, None] * DIM + column[None, :], mask=inside)
+        tl.store(out + at[:, None] * DIM + column[None, :], x, mask=inside)
+
+
+@triton.jit
+def _state(weight, momentum, row, column, DIM: tl.constexpr, MODE: tl.constexpr):
+    """What a step changes, asked for before the gradients so that both are on the way together."""
+    inside = (row >= 0)[:, None] & (column < DIM)[None, :]
+    w = tl.load(weight + row[:, None].to(tl.int64) * DIM + column[None, :], mask=inside, other=0.0)
+    m = tl.load(momentum + row, mask=row >= 0, other=0.0) if MODE == 2 else 0.0
+    return w, m
+
+
+@triton.jit
+def _step(weight, momentum, row, w, m, grad, column, lr, eps, DIM: tl.constexpr, MODE: tl.constexpr):
+    """The optimizer's step in float32, rounded once."""
+    w = w.to(tl.float32)
+    if MODE == 2:
+        squares = tl.sum(grad * grad, axis=1)
+        mean = squares * (1.0 / DIM) if (DIM & (DIM - 1)) == 0 else tl.math.div_rn(squares, DIM * 1.0)
+        m = m.to(tl.float32) + mean
+        tl.store(momentum + row, m.to(momentum.dtype.element_ty), mask=row >= 0)
+        step = tl.math.div_rn(1.0, tl.math.sqrt_rn(m) + eps) * lr
+        w = w - step[:, None] * grad
+    else:
+        w = w - lr * grad
+    inside = (row >= 0)[:, None] & (column < DIM)[None, :]
+    tl.store(weight + row[:, None].to(tl.int64) * DIM + column[None, :], w.to(weight.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bounds(ends, segment, n_segments, LONG: tl.constexpr):
+    """Where segments begin and end in `order`, and whether they are there and short; the others have no entries."""
+    end = tl.load(ends + segment, mask=segment < n_segments, other=0)
+    begin = tl.load(ends + segment - 1, mask=(segment > 0) & (segment < n_segments), other=0)
+    live = (segment < n_segments) & (end - begin <= LONG)
+    return begin, tl.where(live, (end - begin).to(tl.int32), 0), live
+
+
+@triton.jit
+def _entries(order, begin, length, entry, UNROLL: tl.constexpr):
+    """The next entries of each segment, -1 where it has no more."""
+    at = ()
+    for ahead in tl.static_range(UNROLL):
+        here = tl.load(order + begin + (entry + ahead), mask=entry + ahead < length, other=-1)
+        at = at + (here.to(tl.int32),)  # type: ignore[assignment]
+    return at
+
+
+@triton.jit
+def _add(total, x, at, column, DIM: tl.constexpr, UNROLL: tl.constexpr):
+    for ahead in tl.static_range(UNROLL):
+        inside = (at[ahead] >= 0)[:, None] & (column < DIM)[None, :]
+        x_at = x + at[ahead][:, None].to(tl.int64) * DIM + column[None, :]
+        total += tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["n_segments"])
+def _short_segments(
+    x, order, ends, out, rows, weight, momentum, n_segments, lr, eps,
+    DIM: tl.constexpr, MODE: tl.constexpr, LONG: tl.constexpr, SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, COLUMNS)
+    stride = tl.num_programs(0).to(tl.int64) * SEGMENTS
+    first = tl.program_id(0).to(tl.int64) * SEGMENTS
+    segment = first + tl.arange(0, SEGMENTS)
+    # Bounds are fetched two rounds ahead and indices one, so that a round waits for its rows alone.
+    begin, length, live = _bounds(ends, segment, n_segments, LONG)
+    begin1, length1, live1 = _bounds(ends, segment + stride, n_segments, LONG)
+    at = _entries(order, begin, length, 0, UNROLL)
+    row = tl.load(rows + segment, mask=live, other=-1).to(tl.int32) if MODE != 0 else begin
+    for _ in range(first, n_segments, stride):
+        begin2, length2, live2 = _bounds(ends, segment + 2 * stride, n_segments, LONG)
+        at1 = _entries(order, begin1, length1, 0, UNROLL)
+        row1 = tl.load(rows + segment + stride, mask=live1, other=-1).to(tl.int32) if MODE != 0 else begin1
+        if MODE != 0:
+            w, m = _state(weight, momentum, row, column, DIM, MODE)
+        total = _add(tl.zeros((SEGMENTS, COLUMNS), tl.float32), x, at, column, DIM, UNROLL)
+        for entry in range(UNROLL, tl.max(length, 0), UNROLL):
+            total = _add(total, x, _entries(order, begin, length, entry, UNROLL), column, DIM, UNROLL)
+        if MODE == 0:
+            to = out + segment[:, None] * DIM + column[None, :]
+            tl.store(to, total.to(out.dtype.element_ty), mask=live[:, None] & (column < DIM)[None, :])
+        else:
+            _step(weight, momentum, row, w, m, total, column, lr, eps, DIM, MODE)
+        segment += stride
+        begin, length, live, at, row = begin1, length1, live1, at1, row1
+        begin1, length1, live1 = begin2, length2, live2
+
+
+@triton.jit
+def _sum_long(x, order, ends, segment, column, DIM: tl.constexpr, UNROLL: tl.constexpr):
+    """The sum of one segment, UNROLL entries at a time; the indices of the next ones travel with the rows of these."""
+    entry = tl.load(ends + segment - 1, mask=segment > 0, other=0)
+    end = tl.load(ends + segment)
+    total = tl.zeros((column.shape[0],), tl.float32)
+    at = ()
+    for ahead in tl.static_range(UNROLL):
+        here = tl.load(order + tl.minimum(entry + ahead, end - 1)).to(tl.int32)
+        at = at + (here,)  # type: ignore[assignment]
+    for _ in range((end - entry) // UNROLL):
+        entry += UNROLL
+        upcoming = ()
+        for ahead in tl.static_range(UNROLL):
+            here = tl.load(order + tl.minimum(entry + ahead, end - 1)).to(tl.int32)
+            upcoming = upcoming + (here,)  # type: ignore[assignment]
+        for ahead in tl.static_range(UNROLL):
+            total += tl.load(x + at[ahead].to(tl.int64) * DIM + column, mask=column < DIM, other=0.0).to(tl.float32)
+        at = upcoming
+    for ahead in tl.static_range(UNROLL):
+        inside = (column < DIM) & (entry + ahead < end)
+        total += tl.load(x + at[ahead].to(tl.int64) * DIM + column, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["n_segments"])
+def _long_segments(
+    x, order, ends, out, rows, weight, momentum, n_segments, lr, eps,
+    DIM: tl.constexpr, MODE: tl.constexpr, LONG: tl.constexpr, SCAN: tl.constexpr, COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    programs = tl.num_programs(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    for first in range(tl.program_id(0).to(tl.int64), n_segments, SCAN * programs):
+        segment = first + tl.arange(0, SCAN) * programs  # neighbours are often long together: not all for one program
+        end = tl.load(ends + segment, mask=segment < n_segments, other=0)
+        begin = tl.load(ends + segment - 1, mask=(segment > 0) & (segment < n_segments), other=0)
+        long = end - begin > LONG
+        one = first - 1
+        for _ in range(tl.sum(long.to(tl.int32), 0)):
+            one = tl.min(tl.where(long & (segment > one), segment, n_segments), 0)
+            if MODE != 0:
+                row = tl.load(rows + one + tl.zeros((1,), tl.int32)).to(tl.int32)
+                w, m = _state(weight, momentum, row, column, DIM, MODE)
+            total = _sum_long(x, order, ends, one, column, DIM, UNROLL)
+            if MODE == 0:
+                tl.store(out + one * DIM + column, total.to(out.dtype.element_ty), mask=column < DIM)
+            else:
+                _step(weight, momentum, row, w, m, total[None, :], column, lr, eps, DIM, MODE)
+
+
+def gather(source: torch.Tensor, index: torch.Tensor, tile: int = 4096, warps: int = 4) -> torch.Tensor:
+    """source[index]; `tile` bytes of it to a program."""
+    n, dim = index.shape[0], source.shape[1]
+    out = source.new_empty((n, dim))
+    if n and dim:
+        whole = triton.next_power_of_2(dim)
+        columns = min(whole, tile // source.element_size())
+        rows = max(1, tile // source.element_size() // columns)
+        _gather[(triton.cdiv(n, rows),)](source, index, out, n, dim, rows, columns, num_warps=warps)
+    return out
+
+
+def sum_segments(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty((ends.shape[0], x.shape[1]))
+    _launch(x, order, ends, out, None, None, None, 0.0, 0.0, SUM)
+    return out
+
+
+def update_segments(
+    weight: torch.Tensor, momentum: torch.Tensor | None, grad: torch.Tensor, rows: torch.Tensor,
+    order: torch.Tensor, ends: torch.Tensor, lr: float, eps: float, longest: int | None = None,
+) -> None:  # fmt: skip
+    """SGD without `momentum`, row-wise Adagrad with it. No segment has more than `longest` entries."""
+    mode = SGD if momentum is None else ADAGRAD
+    _launch(grad, order, ends, None, rows, weight, momentum, lr, eps, mode, longest=longest)
+
+
+def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=None, programs=256, deep=32):
+    """On up to `programs` to a processor; of a long segment, `deep` entries at a time."""
+    n, dim = ends.shape[0], x.shape[1]
+    if n == 0 or dim == 0:
+        return
+    args = (x, order, ends, out, rows, weight, momentum, n, float(lr), float(eps), dim, mode, LONG)
+    columns = triton.next_power_of_2(dim)
+    # Small rows: 16 bytes to a thread, and four entries at once, since the longest segment of a tile keeps the others
+    # waiting. Measured on an H200.
+    small = columns * x.element_size() <= 256
+    tile, unroll = (512, 4) if small else (1024, 2)
+    segments = max(1, tile // (columns * x.element_size()))
+    warps = min(16, max(1, columns // 512))
+    grid = (min(triton.cdiv(n, segments), _processors(x.device) * programs),)
+    # A product and a sum must not become one instruction that rounds once: the reference rounds twice.
+    _short_segments[grid](*args, segments, columns, unroll, num_warps=warps, enable_fp_fusion=False)
+    most = order.shape[0] if longest is None else min(longest, order.shape[0])
+    if most > LONG:
+        warps = min(16, max(1, columns // 32))
+        grid = (min(SCANNERS, n),)
+        _long_segments[grid](*args, 256, columns, deep, num_warps=warps, enable_fp_fusion=False)
+
+
+@functools.lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,36 @@
+"""Triton kernels on the CPU, in Triton's interpreter.
+
+The interpreter must be chosen before Triton is imported, so the cases of a test file run in a process of their own: the
+file itself, as a program (`run_cases`), started once by `outcomes`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def outcomes(file: str) -> dict[str, str]:
+    """For each case of the test file "ok", or why not."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_cases(cases: Sequence[Callable[[str], None]]) -> None:
+    said = {}
+    for case in cases:
+        try:
+            case("cpu")
+            said[case.__name__] = "ok"
+        except Exception:
+            said[case.__name__] = traceback.format_exc()
+    print(json.dumps(said))
