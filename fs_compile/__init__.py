@@ -10,16 +10,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from freescale.report import report
+    from freescale.runtime.balance import balance
+    from freescale.runtime.balancing import BalanceOptions
+    from freescale.runtime.cost import FittedCost, LengthCost
     from freescale.runtime.lookahead import LookaheadLoader
     from freescale.runtime.meter import METER as meter
     from freescale.runtime.native import ShardedEmbedding
 
 __version__ = "0.1.0"
-__all__ = ["LookaheadLoader", "ShardedEmbedding", "__version__", "meter", "report"]
+__all__ = [
+    "BalanceOptions",
+    "FittedCost",
+    "LengthCost",
+    "LookaheadLoader",
+    "ShardedEmbedding",
+    "__version__",
+    "balance",
+    "meter",
+    "report",
+]
 
 _LAZY = {
+    "BalanceOptions": "freescale.runtime.balancing:BalanceOptions",
+    "FittedCost": "freescale.runtime.cost:FittedCost",
+    "LengthCost": "freescale.runtime.cost:LengthCost",
     "LookaheadLoader": "freescale.runtime.lookahead:LookaheadLoader",
     "ShardedEmbedding": "freescale.runtime.native:ShardedEmbedding",
+    "balance": "freescale.runtime.balance:balance",
     "meter": "freescale.runtime.meter:METER",
     "report": "freescale.report:report",
 }
@@ -30,5 +47,7 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         module, attribute = _LAZY[name].split(":")
-        return getattr(import_module(module), attribute)
+        # kept, since importing a module of the same name (report) puts that in its place
+        value = globals()[name] = getattr(import_module(module), attribute)
+        return value
     raise AttributeError(f"module 'freescale' has no attribute {name!r}")

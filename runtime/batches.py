@@ -20,7 +20,8 @@ def is_kjt(x: Any) -> bool:
     return type(x).__name__ == "KeyedJaggedTensor" and hasattr(x, "length_per_key")
 
 
-def _children(x: Any) -> Iterator[tuple[str, Any]]:
+def children(x: Any) -> Iterator[tuple[str, Any]]:
+    """What a dict, dataclass, list or tuple holds, by name."""
     if isinstance(x, Mapping):
         yield from ((str(k), v) for k, v in x.items())
     elif dataclasses.is_dataclass(x) and not isinstance(x, type):
@@ -39,7 +40,7 @@ def _named(name: str, x: Any, wanted: Sequence[str]) -> Iterator[tuple[str, Any]
         if name in wanted and x.dtype in _INTEGERS:
             yield name, x
     else:
-        for child_name, child in _children(x):
+        for child_name, child in children(x):
             yield from _named(child_name, child, wanted)
 
 
@@ -53,7 +54,7 @@ def leaves(x: Any) -> Iterator[Any]:
     if is_kjt(x) or isinstance(x, torch.Tensor):
         yield x
     else:
-        for _, child in _children(x):
+        for _, child in children(x):
             yield from leaves(child)
 
 
@@ -94,10 +95,10 @@ def structure(x: Any) -> str:
         return f"KeyedJaggedTensor({', '.join(x.keys())})"
     if isinstance(x, torch.Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} tensor of {x.dim()} dimensions"
-    children = list(_children(x))
+    parts = list(children(x))
     if isinstance(x, (list, tuple)) and not any(True for _ in leaves(x)):
-        children = []  # of words or numbers: may have any length
-    inside = ", ".join(f"{name}: {structure(child)}" for name, child in children)
+        parts = []  # of words or numbers: may have any length
+    inside = ", ".join(f"{name}: {structure(child)}" for name, child in parts)
     return f"{type(x).__name__}({inside})" if inside else type(x).__name__
 
 
@@ -110,10 +111,11 @@ def move(x: Any, device: torch.device) -> Any:
         if at == device:
             return x
         return (x.pin_memory() if at.type == "cpu" else x).to(device, non_blocking=True)
-    return _rebuild(x, lambda child: move(child, device))
+    return rebuild(x, lambda child: move(child, device))
 
 
-def _rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
+def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
+    """A twin of x with `change(child)` for each child, in the order of `children`."""
     if isinstance(x, MutableMapping):
         new = copy.copy(x)
         new.update({k: change(v) for k, v in x.items()})

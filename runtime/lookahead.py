@@ -1,8 +1,9 @@
 """`LookaheadLoader`: plans the exchange of the next batch while this one trains, and hands batches over in order.
 
-A background thread with a gloo group of its own takes batches from the user's loader, exchanges their ids with the
-other ranks, finds the rows that two consecutive batches share, and makes the tensors that the two steps need. It never
-touches the training group or the device. It does one batch for each one that the loop takes, so all ranks do as many.
+A background thread with a gloo group of its own (planner.py) takes batches from the user's loader, exchanges their ids
+with the other ranks, finds the rows that two consecutive batches share, and makes the tensors that the two steps need.
+It does one batch for each one that the loop takes, so all ranks do as many. If batches are to be balanced, samples move
+between the ranks first (balancing.py).
 
 What is pending between two steps, and every use of the model, is in order.py.
 """
@@ -10,9 +11,7 @@ What is pending between two steps, and every use of the model, is in order.py.
 from __future__ import annotations
 
 import atexit
-import logging
-import queue
-import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,16 +20,16 @@ import torch
 import torch.distributed as dist
 
 from freescale import compat, config
-from freescale.kernels import asking, plan
-from freescale.runtime import batches, order, steps
-from freescale.runtime.exchange import Exchange
+from freescale.runtime import batches, order
+from freescale.runtime.balancing import BalanceOptions, Balancer, Moved, send_home
+from freescale.runtime.cost import FittedCost
 from freescale.runtime.meter import METER
 from freescale.runtime.order import Planned
+from freescale.runtime.planner import Planner
 
-log = logging.getLogger(__name__)
-
-_GOES_ON, _ENDED, _FAILED = range(3)
 _STATS_KEPT = 10_000
+# For `restore`, in the user's thread: nothing comes between its collectives and those of the training or of planning.
+_home_groups: weakref.WeakKeyDictionary[order.Tables, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class LookaheadLoader:
@@ -46,6 +45,11 @@ class LookaheadLoader:
                up to two steps ahead, so the loader must not write into a batch that it has given away
     model      what torch.compile(model, backend="freescale") returned
     strict     loaders of different length on different ranks are an error instead of a warning; None: FREESCALE_STRICT
+    balance    True, or BalanceOptions: before a batch is planned, samples move between the ranks so that all have the
+               same work, each as many samples as before. Parts of a batch are cut by sample: KeyedJaggedTensors,
+               tensors [samples, ...], 1-D tensors `x` beside `x_lengths` or `x_offsets`, lists of one object per
+               sample. With as many samples on every rank, averaged loss and gradients are those of the same global
+               batch. `origin` says where the samples come from; `restore` sends outputs per sample back there
 
     The numbers are those of the loop without the wrapper. What a step leaves for the next one is applied before
     anything else sees the tables: at the end of the loop, on `break`, when an exception leaves it, before
@@ -56,7 +60,14 @@ class LookaheadLoader:
     What Python cannot raise where it happens (at `break` it prints it), the next use of the model raises.
     """
 
-    def __init__(self, loader: Iterable[Any], model: torch.nn.Module, *, strict: bool | None = None) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        model: torch.nn.Module,
+        *,
+        strict: bool | None = None,
+        balance: bool | BalanceOptions = False,
+    ) -> None:
         if not hasattr(model, "_orig_mod"):
             raise TypeError(
                 "freescale: LookaheadLoader wants the compiled model, as in "
@@ -76,6 +87,13 @@ class LookaheadLoader:
                 )
         self._tables = order.tables_of(self.exchanges)
         self._stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
+        if not isinstance(balance, (bool, BalanceOptions)):
+            raise TypeError(f"freescale: balance must be True, False or BalanceOptions, found {type(balance).__name__}")
+        self._balance = BalanceOptions() if balance is True else balance or None
+        # What a sample costs; if it is fitted, the fit goes on from loop to loop.
+        self.cost = None if self._balance is None else self._balance.cost or FittedCost()
+        self._balance_stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
+        self._moved: Moved | None = None  # of the batch that was handed out last
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -93,8 +111,52 @@ class LookaheadLoader:
         """
         return [dict(s) for s in self._stats]
 
+    def balance_stats(self) -> list[dict[str, Any]]:
+        """How the batches were balanced, one entry per step of the last loop (its last 10,000), the same on all ranks.
+
+        step                      number of the batch
+        method                    what made the assignment
+        predicted_before, predicted_after   share of the step in which the average rank waits for the slowest, by the
+                                  cost of the samples, as the ranks brought them and as they train on them
+        bound                     the least that any assignment could reach
+        measured                  the same share as it was measured; None for steps whose times no later batch brought
+        moved_samples, moved_bytes          what went from one rank to another, of all ranks
+        oversized                 samples that cost more than the mean load of a rank
+        seconds                   that the loader's thread of this rank took for it
+        fit                       the cost function at that step; None if it is not fitted
+        """
+        return [dict(s) for s in self._balance_stats]
+
+    @property
+    def origin(self) -> torch.Tensor:
+        """[samples, 2]: the rank and the position that each sample of the last batch had before it was balanced."""
+        return self._last_moved().origin
+
+    @property
+    def loss_weights(self) -> torch.Tensor:
+        """One for each sample of the last batch. If each rank averages loss * weight over its samples, and the results
+        are averaged over the ranks, that is the mean over all samples. All 1 where all ranks have equally many."""
+        return self._last_moved().loss_weights.to(self.exchanges[0].anchor.device)
+
+    def restore(self, outputs: Any) -> Any:
+        """Outputs per sample of the last batch, sent to where its samples come from and put in the order there.
+
+        Tensors [samples, ...], lists, or whatever else a batch can be made of. Every rank calls this at the same place.
+        """
+        group = _home_groups.get(self._tables)
+        if group is None:
+            group = _home_groups[self._tables] = dist.new_group(backend="gloo")
+        return send_home(outputs, self._last_moved().origin, group)
+
+    def _last_moved(self) -> Moved:
+        if self._moved is None:
+            why = "no batch has been handed out" if self._balance else "the loader does not balance (balance=True)"
+            raise RuntimeError(f"freescale: where samples come from is not known: {why}")
+        return self._moved
+
     def __iter__(self) -> Iterator[Any]:
         self._stats.clear()
+        self._balance_stats.clear()
         run, unsaid = self._tables.enter(self.model, self.exchanges), False
 
         def close() -> None:
@@ -103,11 +165,13 @@ class LookaheadLoader:
         # At exit, a loop that is still open somewhere is closed while threads can still run.
         atexit.register(close)
         try:
-            planner = _Planner(self.loader, self.exchanges, self._tables.planning_group(), self.strict)
+            group = self._tables.planning_group()
+            balancer = self._balancer(group)
+            planner = Planner(self.loader, self.exchanges, group, self.strict, balancer)
             run.stop_planning = planner.stop
             while (item := planner.take()) is not None:
                 self._tables.must_be_on_top(run)
-                yield self._hand_out(run, item)
+                yield self._hand_out(run, item, balancer)
         except GeneratorExit:  # `break`, or an exception in the loop
             unsaid = True
             raise
@@ -116,169 +180,19 @@ class LookaheadLoader:
             atexit.unregister(close)
             close()
 
-    def _hand_out(self, run: order.Run, item: Planned) -> Any:
+    def _balancer(self, group: dist.ProcessGroup) -> Balancer | None:
+        if self._balance is None or self.cost is None:
+            return None
+        features = list(dict.fromkeys(f for x in self.exchanges for f in x.features))
+        return Balancer(self._balance, self.cost, features, group, self._balance_stats)
+
+    def _hand_out(self, run: order.Run, item: Planned, balancer: Balancer | None) -> Any:
         batch = batches.move(item.batch, self.exchanges[0].anchor.device)
+        trained = run.current is not None and run.current.used
         run.hand_out(item, batch)
-        METER.mark(item.number)
+        ended = METER.mark(item.number)
+        if balancer is not None:
+            self._moved = balancer.take(item.number, ended if trained else None)
         for exchange, p in zip(self.exchanges, item.plans, strict=True):
             self._stats.append({"step": item.number, "exchange": exchange.name, **p.stats})
         return batch
-
-
-class _Planner:
-    """The background thread of one loop."""
-
-    def __init__(
-        self, loader: Iterable[Any], exchanges: list[Exchange], group: dist.ProcessGroup, strict: bool
-    ) -> None:
-        self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
-        self._abandoned = False
-        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # load one more batch, or stop
-        self._ready: queue.SimpleQueue[Planned | BaseException | None] = queue.SimpleQueue()
-        # A batch is ready when the one after it is known: two for the first, one more for each that is taken.
-        self._orders.put(True)
-        self._orders.put(True)
-        self._thread = threading.Thread(target=self._plan_all, name="freescale-lookahead", daemon=True)
-        self._thread.start()
-
-    # -- the user's thread ---------------------------------------------------------------------------------------
-
-    def take(self) -> Planned | None:
-        """The next batch; None at the end. Raises what went wrong while it was loaded, on any rank."""
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            raise item
-        self._orders.put(True)
-        return item
-
-    def stop(self, more: int, together: bool) -> None:
-        """End the thread. `more`: batches that other ranks have taken beyond this one's."""
-        self._abandoned = not together  # do not wait for others that may not come
-        for _ in range(more):
-            self._orders.put(True)
-        self._orders.put(False)
-        limit = config.load().timeout if together else 1.0
-        self._thread.join(limit)
-        if self._thread.is_alive() and together:
-            log.warning("freescale: the loader of a loop that has ended is still loading a batch after %g s", limit)
-
-    # -- the background thread -----------------------------------------------------------------------------------
-
-    def _plan_all(self) -> None:
-        try:
-            self._plan_each()
-        except BaseException as error:  # noqa: BLE001  (it is raised again in the user's loop)
-            self._ready.put(error)
-
-    def _plan_each(self) -> None:
-        source: Iterator[Any] | None = None
-        before: Planned | None = None
-        asked_before: list[plan.Requests] = []
-        shape: str | None = None
-        number = 0
-        while self._orders.get() and not self._abandoned:
-            batch, ids, status, error = None, [], _GOES_ON, None
-            try:
-                source = iter(self.loader) if source is None else source
-                batch = next(source)
-                shape = _same_structure(batch, shape, number)
-                ids = self._ids(batch)
-            except StopIteration:
-                status = _ENDED
-            except BaseException as e:  # noqa: BLE001  (the other ranks must hear of it)
-                status, error = _FAILED, e
-            goes_on, failure = self._hear(status, error, number)
-            if goes_on:
-                try:
-                    asked = [self._ask(x, i) for x, i in zip(self.exchanges, ids, strict=True)]
-                except IndexError as e:  # an id outside its table, on every rank alike
-                    goes_on, failure = False, e
-            if not goes_on:
-                self._put_last(before, asked_before)
-                self._ready.put(failure)
-                return
-            after = self._make(number, batch, ids, asked, before, asked_before)
-            if before is not None:
-                self._ready.put(before)
-            before, asked_before, number = after, asked, number + 1
-
-    def _ids(self, batch: Any) -> list[list[torch.Tensor]]:
-        names = [f for x in self.exchanges for f in x.features]
-        found = batches.features(batch, names)
-        return [[found[f] for f in x.features] for x in self.exchanges]
-
-    def _ask(self, exchange: Exchange, ids: list[torch.Tensor]) -> plan.Requests:
-        owners = plan.OwnerMap(exchange.bounds, exchange.shifts, exchange.starts)
-        return asking.ask(ids, exchange.firsts, exchange.sizes, owners, exchange.name, self.group)
-
-    def _make(
-        self,
-        number: int,
-        batch: Any,
-        ids: list[list[torch.Tensor]],
-        asked: list[plan.Requests],
-        before: Planned | None,
-        asked_before: list[plan.Requests],
-    ) -> Planned:
-        """Plan a batch's rows, and the gradients of the batch before it, now that both are known."""
-        plans = []
-        for i, exchange in enumerate(self.exchanges):
-            like = exchange.anchor.detach()
-            flat = torch.cat([t.long() for t in ids[i]])
-            if before is None:
-                rows = plan.split(asked[i], *_all(asked[i]))
-                plans.append(steps.make(number, flat, asked[i], rows, like))
-            else:
-                gradients, rows = asking.answer(asked_before[i], asked[i], self.group)
-                plans.append(steps.make(number, flat, asked[i], rows, like))
-                steps.finish(before.plans[i], asked_before[i], gradients)
-                before.plans[i].next = plans[i]
-        return Planned(number, batch, plans)
-
-    def _put_last(self, last: Planned | None, asked: list[plan.Requests]) -> None:
-        """The last batch leaves nothing for later: its gradients are all urgent, and no rows are fetched for a next."""
-        if last is None:
-            return
-        for i, p in enumerate(last.plans):
-            steps.finish(p, asked[i], plan.split(asked[i], *_all(asked[i])))
-            p.next = steps.nothing_next(p)
-        self._ready.put(last)
-
-    def _hear(self, status: int, error: BaseException | None, number: int) -> tuple[bool, BaseException | None]:
-        """Does every rank go on? If not: what to raise in the user's loop, None for a clean end."""
-        said = [s for (s,) in compat.gather_ints([status], self.group)]
-        if set(said) == {_GOES_ON}:
-            return True, None
-        if _FAILED in said:
-            return False, self._failure(said, error, number)
-        if set(said) == {_ENDED}:
-            return False, None
-        words = (
-            f"freescale: the loader of rank {said.index(_ENDED)} ended after {number} batches, others have more; "
-            "all ranks end here"
-        )
-        if self.strict:
-            return False, RuntimeError(words)
-        log.warning(words)
-        return False, None
-
-    def _failure(self, said: list[int], error: BaseException | None, number: int) -> BaseException:
-        """Every rank learns which rank failed at which batch, and with what words; that rank raises its own error."""
-        words: list[Any] = [None] * len(said)
-        dist.all_gather_object(words, None if error is None else f"{type(error).__name__}: {error}", self.group)
-        rank = said.index(_FAILED)
-        if error is not None:
-            return error
-        return RuntimeError(f"freescale: rank {rank} failed while it loaded batch {number}: {words[rank]}")
-
-
-def _all(asked: plan.Requests) -> tuple[torch.Tensor, torch.Tensor]:
-    wanted, held = asked.mine.values, asked.rows
-    return torch.ones_like(wanted, dtype=torch.bool), torch.ones_like(held, dtype=torch.bool)
-
-
-def _same_structure(batch: Any, shape: str | None, number: int) -> str:
-    found = batches.structure(batch)
-    if shape is not None and found != shape:
-        raise ValueError(f"freescale: batch {number} is {found}; the batches before it were {shape}")
-    return found

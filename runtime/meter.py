@@ -13,25 +13,29 @@ from typing import Any
 from freescale.kernels import launches
 
 KEPT = 10_000
+Ended = tuple[Any, float, list[launches.Record]]  # a step: its name, seconds, launches
 
 
 class Meter:
     """Steps of this rank. One for the process: `freescale.meter`."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[Any, float, list[launches.Record]]] = deque(maxlen=KEPT)
+        self._steps: deque[Ended] = deque(maxlen=KEPT)
         self._began: float | None = None
         self._running: Any = None
 
-    def mark(self, step: Any = None) -> None:
-        """A step ends here and the next one, called `step`, begins."""
+    def mark(self, step: Any = None) -> Ended | None:
+        """A step ends here and the next one, called `step`, begins. Returns the one that ended, for `summary`."""
         now, taken = time.perf_counter(), list(launches.records)
         # A launch that nobody has waited for yet belongs to the step that will wait.
         launches.records.clear()
         launches.records.extend(r for r in taken if not r.wait_ended)
+        ended = None
         if self._began is not None:
-            self._steps.append((self._running, now - self._began, [r for r in taken if r.wait_ended]))
+            ended = (self._running, now - self._began, [r for r in taken if r.wait_ended])
+            self._steps.append(ended)
         self._began, self._running = now, step
+        return ended
 
     def pause(self) -> None:
         """A step ends here and no other begins: what follows is not training."""
@@ -52,10 +56,11 @@ class Meter:
         bytes     received, by the same names
         flight    from launch to arrival, by the same names; an upper bound where it arrived before it was waited for
         """
-        return [_summary(*s) for s in self._steps]
+        return [summary(*s) for s in self._steps]
 
 
-def _summary(name: Any, seconds: float, records: list[launches.Record]) -> dict[str, Any]:
+def summary(name: Any, seconds: float, records: list[launches.Record]) -> dict[str, Any]:
+    """One entry of `Meter.steps`."""
     waits: dict[str, float] = {}
     sizes: dict[str, int] = {}
     flight: dict[str, float] = {}

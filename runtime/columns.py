@@ -1,0 +1,184 @@
+"""The data of a batch as columns that are cut by sample: select samples, or send them to other ranks. On the CPU.
+
+A column knows how many rows each sample has; a dense tensor has one. All columns of a batch travel together: one
+all-to-all of lengths, then one of bytes. What stays on its rank is not sent. What a batch looks like is in moving.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Column:
+    """Rows that belong to samples.
+
+    name      where it is in the batch
+    keys      the features in it, in the order of their rows
+    lengths   rows of each feature and sample, [keys, samples]; None: one feature, one row per sample
+    rows      tensors of so many rows each (values, and weights if there are any): by feature, then by sample
+    samples   how many
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    lengths: np.ndarray | None
+    rows: tuple[torch.Tensor, ...]
+    samples: int
+
+    def counts(self) -> np.ndarray:
+        """Rows of each feature and sample."""
+        return np.ones((1, self.samples), np.int64) if self.lengths is None else self.lengths
+
+    def schema(self) -> str:
+        """What must be the same on all ranks."""
+        kinds = (f"{str(r.dtype).removeprefix('torch.')}{list(r.shape[1:])}" for r in self.rows)
+        jagged = "" if self.lengths is None else "jagged "
+        return f"{self.name}({', '.join(self.keys)}): {jagged}{' and '.join(kinds)}"
+
+
+def sizes(columns: Sequence[Column], samples: int) -> np.ndarray:
+    """Bytes of each sample, with its lengths."""
+    total = np.zeros(samples, np.int64)
+    for c in columns:
+        total += c.counts().sum(0) * sum(_row_bytes(r) for r in c.rows)
+        total += 0 if c.lengths is None else 8 * len(c.keys)
+    return total
+
+
+def select(columns: Sequence[Column], chosen: np.ndarray) -> list[Column]:
+    """The chosen samples, in the order given."""
+    return [_selected(c, chosen) for c in columns]
+
+
+def _selected(c: Column, chosen: np.ndarray) -> Column:
+    counts = c.counts()
+    index = torch.from_numpy(_spans(_starts(counts)[:, chosen].ravel(), counts[:, chosen].ravel()))
+    lengths = None if c.lengths is None else counts[:, chosen]
+    rows = tuple(r.index_select(0, index) for r in c.rows)
+    return replace(c, lengths=lengths, rows=rows, samples=len(chosen))
+
+
+def exchange(
+    columns: Sequence[Column], to: np.ndarray, arriving: np.ndarray, group: dist.ProcessGroup
+) -> list[Column]:
+    """Send every sample to the rank `to[sample]`; `arriving[rank]` samples come from each rank.
+
+    They are put together by the rank they come from, then in the order that they had there. All ranks of the group
+    call this with columns of the same schema.
+    """
+    order, leaving = np.argsort(to, kind="stable"), np.bincount(to, minlength=group.size())
+    lengths = _exchange_lengths(columns, order, leaving, arriving, group)
+    outgoing = [pieces for c in columns for pieces in _by_rank(c, order, leaving)]
+    expected = [
+        (_rows_by_rank(counts, arriving) * _row_bytes(r)).tolist()
+        for c, counts in zip(columns, lengths, strict=True)
+        for r in c.rows
+    ]
+    arrived = iter(_exchange_bytes(outgoing, expected, group))
+    return [
+        _put_together(c, counts, [torch.cat(next(arrived)) for _ in c.rows], arriving)
+        for c, counts in zip(columns, lengths, strict=True)
+    ]
+
+
+def _exchange_bytes(
+    outgoing: list[list[torch.Tensor]], expected: list[list[int]], group: dist.ProcessGroup
+) -> list[list[torch.Tensor]]:
+    """`outgoing[tensor][rank]` goes to that rank; returns what came, `[tensor][rank]`, of `expected` bytes each."""
+    me, ranks = group.rank(), range(group.size())
+    others = [rank for rank in ranks if rank != me]
+    sizes_in = [sum(e[rank] for e in expected) if rank != me else 0 for rank in ranks]
+    sizes_out = [sum(len(o[rank]) for o in outgoing) if rank != me else 0 for rank in ranks]
+    nothing = torch.empty(0, dtype=torch.uint8)
+    message = torch.cat([nothing, *(o[rank] for rank in others for o in outgoing)])
+    heard = torch.empty(sum(sizes_in), dtype=torch.uint8)
+    dist.all_to_all_single(heard, message, sizes_in, sizes_out, group=group)
+    pieces = iter(heard.split([e[rank] for rank in others for e in expected]))
+    came = {rank: [next(pieces) for _ in expected] for rank in others}
+    came[me] = [o[me] for o in outgoing]
+    return [[came[rank][i] for rank in ranks] for i in range(len(outgoing))]
+
+
+def _exchange_lengths(
+    columns: Sequence[Column], order: np.ndarray, leaving: np.ndarray, arriving: np.ndarray, group: dist.ProcessGroup
+) -> list[np.ndarray]:
+    """Rows of each feature and sample that arrives, per column."""
+    total = int(arriving.sum())
+    jagged = [c.lengths for c in columns if c.lengths is not None]
+    heard = np.zeros((0, total), np.int64)
+    if jagged:
+        message = torch.from_numpy(np.ascontiguousarray(np.concatenate(jagged).T[order]))
+        there = message.new_empty((total, message.shape[1]))
+        dist.all_to_all_single(there, message, arriving.tolist(), leaving.tolist(), group=group)
+        heard = there.numpy().T
+    found, at = [], 0
+    for c in columns:
+        if c.lengths is None:
+            found.append(np.ones((1, total), np.int64))
+        else:
+            found.append(np.ascontiguousarray(heard[at : at + len(c.keys)]))
+            at += len(c.keys)
+    return found
+
+
+def _by_rank(c: Column, order: np.ndarray, leaving: np.ndarray) -> list[list[torch.Tensor]]:
+    """For each tensor of the column, for each rank, the bytes that go there: by feature, then by sample."""
+    counts, ranks = c.counts()[:, order], np.repeat(np.arange(len(leaving)), leaving)
+    segments = np.argsort(np.tile(ranks, len(c.keys)), kind="stable")
+    starts = _starts(c.counts())[:, order].ravel()[segments]
+    index = torch.from_numpy(_spans(starts, counts.ravel()[segments]))
+    per_rank = _rows_by_rank(counts, leaving)
+    pieces = []
+    for r in c.rows:
+        data = _as_bytes(r.index_select(0, index))
+        pieces.append(list(data.split((per_rank * _row_bytes(r)).tolist())))
+    return pieces
+
+
+def _put_together(c: Column, counts: np.ndarray, joined: list[torch.Tensor], arriving: np.ndarray) -> Column:
+    """The column from what arrived by rank, then by feature, then by sample."""
+    rows = []
+    for tensor, like in zip(joined, c.rows, strict=True):
+        shape = (int(counts.sum()), *like.shape[1:])
+        rows.append(tensor.view(like.dtype).view(shape))
+    if len(c.keys) > 1:
+        ranks = np.repeat(np.arange(len(arriving)), arriving)
+        segments = np.argsort(np.tile(ranks, len(c.keys)), kind="stable")
+        came = counts.ravel()[segments]
+        starts = np.empty_like(came)
+        starts[segments] = np.cumsum(came) - came
+        index = torch.from_numpy(_spans(starts, counts.ravel()))
+        rows = [r.index_select(0, index) for r in rows]
+    lengths = None if c.lengths is None else counts
+    return replace(c, lengths=lengths, rows=tuple(rows), samples=int(arriving.sum()))
+
+
+def _rows_by_rank(counts: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """Rows for each rank, where `counts` has the samples of rank 0 first, and so on."""
+    ends = np.concatenate(([0], np.cumsum(counts.sum(0))))
+    return np.diff(ends[np.concatenate(([0], np.cumsum(samples)))])
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """The first row of each feature and sample."""
+    flat = counts.ravel()
+    return (np.cumsum(flat) - flat).reshape(counts.shape)
+
+
+def _spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """start, start + 1, ... for each start, so many as its count."""
+    return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return int(np.prod(rows.shape[1:], dtype=np.int64)) * rows.element_size()
+
+
+def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    return rows.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,218 @@
+"""The background thread of a loop over a LookaheadLoader: load, balance and plan one batch after the other.
+
+It has a gloo group of its own and never touches the training group or the device. Whatever goes wrong on one rank, all
+ranks hear of it before they do anything together, and each raises in its user's loop. What is done with the plans is in
+order.py, how a batch is balanced in balancing.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from freescale import compat, config
+from freescale.kernels import asking, plan
+from freescale.runtime import batches, steps
+from freescale.runtime.balancing import Balancer
+from freescale.runtime.exchange import Exchange
+from freescale.runtime.order import Planned
+
+log = logging.getLogger(__name__)
+
+_GOES_ON, _ENDED, _FAILED = range(3)
+_NOT_BALANCED = [-1, 0]  # in place of what a Balancer says
+
+
+class Planner:
+    """The background thread of one loop."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        exchanges: list[Exchange],
+        group: dist.ProcessGroup,
+        strict: bool,
+        balancer: Balancer | None,
+    ) -> None:
+        self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
+        self.balancer = balancer
+        self._abandoned = False
+        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # load one more batch, or stop
+        self._ready: queue.SimpleQueue[Planned | BaseException | None] = queue.SimpleQueue()
+        # A batch is ready when the one after it is known: two for the first, one more for each that is taken.
+        self._orders.put(True)
+        self._orders.put(True)
+        self._thread = threading.Thread(target=self._plan_all, name="freescale-lookahead", daemon=True)
+        self._thread.start()
+
+    # -- the user's thread ---------------------------------------------------------------------------------------
+
+    def take(self) -> Planned | None:
+        """The next batch; None at the end. Raises what went wrong while it was loaded, on any rank."""
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        self._orders.put(True)
+        return item
+
+    def stop(self, more: int, together: bool) -> None:
+        """End the thread. `more`: batches that other ranks have taken beyond this one's."""
+        self._abandoned = not together  # do not wait for others that may not come
+        for _ in range(more):
+            self._orders.put(True)
+        self._orders.put(False)
+        limit = config.load().timeout if together else 1.0
+        self._thread.join(limit)
+        if self._thread.is_alive() and together:
+            log.warning("freescale: the loader of a loop that has ended is still loading a batch after %g s", limit)
+
+    # -- the background thread -----------------------------------------------------------------------------------
+
+    def _plan_all(self) -> None:
+        try:
+            self._plan_each()
+        except BaseException as error:  # noqa: BLE001  (it is raised again in the user's loop)
+            self._ready.put(error)
+
+    def _plan_each(self) -> None:
+        source: Iterator[Any] | None = None
+        before: Planned | None = None
+        asked_before: list[plan.Requests] = []
+        shape: str | None = None
+        number = 0
+        while self._orders.get() and not self._abandoned:
+            batch, ids, says, status, error = None, [], _NOT_BALANCED, _GOES_ON, None
+            try:
+                source = iter(self.loader) if source is None else source
+                batch = next(source)
+                shape = _same_structure(batch, shape, number)
+                if self.balancer is None:
+                    ids = self._ids(batch)
+                else:
+                    says = self.balancer.read(number, batch)
+            except StopIteration:
+                status = _ENDED
+            except BaseException as e:  # noqa: BLE001  (the other ranks must hear of it)
+                status, error = _FAILED, e
+            goes_on, failure, heard = self._hear(status, error, number, says)
+            if goes_on and self.balancer is not None:
+                goes_on, failure, batch, ids = self._move(self.balancer, number, heard)
+            if goes_on:
+                try:
+                    asked = [self._ask(x, i) for x, i in zip(self.exchanges, ids, strict=True)]
+                except IndexError as e:  # an id outside its table, on every rank alike
+                    goes_on, failure = False, e
+            if not goes_on:
+                self._put_last(before, asked_before)
+                self._ready.put(failure)
+                return
+            after = self._make(number, batch, ids, asked, before, asked_before)
+            if before is not None:
+                self._ready.put(before)
+            before, asked_before, number = after, asked, number + 1
+
+    def _move(
+        self, balancer: Balancer, number: int, heard: list[list[int]]
+    ) -> tuple[bool, BaseException | None, Any, list[list[torch.Tensor]]]:
+        """The balanced batch and its ids. Does every rank go on?"""
+        batch, ids, status, error = None, [], _GOES_ON, None
+        try:
+            batch = balancer.move(heard)
+            ids = self._ids(batch)
+        except BaseException as e:  # noqa: BLE001  (the other ranks must hear of it)
+            status, error = _FAILED, e
+        goes_on, failure, _ = self._hear(status, error, number, _NOT_BALANCED)
+        return goes_on, failure, batch, ids
+
+    def _ids(self, batch: Any) -> list[list[torch.Tensor]]:
+        names = [f for x in self.exchanges for f in x.features]
+        found = batches.features(batch, names)
+        return [[found[f] for f in x.features] for x in self.exchanges]
+
+    def _ask(self, exchange: Exchange, ids: list[torch.Tensor]) -> plan.Requests:
+        owners = plan.OwnerMap(exchange.bounds, exchange.shifts, exchange.starts)
+        return asking.ask(ids, exchange.firsts, exchange.sizes, owners, exchange.name, self.group)
+
+    def _make(
+        self,
+        number: int,
+        batch: Any,
+        ids: list[list[torch.Tensor]],
+        asked: list[plan.Requests],
+        before: Planned | None,
+        asked_before: list[plan.Requests],
+    ) -> Planned:
+        """Plan a batch's rows, and the gradients of the batch before it, now that both are known."""
+        plans = []
+        for i, exchange in enumerate(self.exchanges):
+            like = exchange.anchor.detach()
+            flat = torch.cat([t.long() for t in ids[i]])
+            if before is None:
+                rows = plan.split(asked[i], *_all(asked[i]))
+                plans.append(steps.make(number, flat, asked[i], rows, like))
+            else:
+                gradients, rows = asking.answer(asked_before[i], asked[i], self.group)
+                plans.append(steps.make(number, flat, asked[i], rows, like))
+                steps.finish(before.plans[i], asked_before[i], gradients)
+                before.plans[i].next = plans[i]
+        return Planned(number, batch, plans)
+
+    def _put_last(self, last: Planned | None, asked: list[plan.Requests]) -> None:
+        """The last batch leaves nothing for later: its gradients are all urgent, and no rows are fetched for a next."""
+        if last is None:
+            return
+        for i, p in enumerate(last.plans):
+            steps.finish(p, asked[i], plan.split(asked[i], *_all(asked[i])))
+            p.next = steps.nothing_next(p)
+        self._ready.put(last)
+
+    def _hear(
+        self, status: int, error: BaseException | None, number: int, says: list[int]
+    ) -> tuple[bool, BaseException | None, list[list[int]]]:
+        """Does every rank go on? If not: what to raise in the user's loop, None for a clean end. And what each says."""
+        heard = compat.gather_ints([status, *says], self.group)
+        said, rest = [s for s, *_ in heard], [r for _, *r in heard]
+        if set(said) == {_GOES_ON}:
+            if len({r[0] == _NOT_BALANCED[0] for r in rest}) > 1:
+                words = "freescale: some ranks balance and others do not; give every LookaheadLoader the same `balance`"
+                return False, ValueError(words), rest
+            return True, None, rest
+        if _FAILED in said:
+            return False, self._failure(said, error, number), rest
+        if set(said) == {_ENDED}:
+            return False, None, rest
+        words = (
+            f"freescale: the loader of rank {said.index(_ENDED)} ended after {number} batches, others have more; "
+            "all ranks end here"
+        )
+        if self.strict:
+            return False, RuntimeError(words), rest
+        log.warning(words)
+        return False, None, rest
+
+    def _failure(self, said: list[int], error: BaseException | None, number: int) -> BaseException:
+        """Every rank learns which rank failed at which batch, and with what words; that rank raises its own error."""
+        words: list[Any] = [None] * len(said)
+        dist.all_gather_object(words, None if error is None else f"{type(error).__name__}: {error}", self.group)
+        rank = said.index(_FAILED)
+        if error is not None:
+            return error
+        return RuntimeError(f"freescale: rank {rank} failed while it loaded batch {number}: {words[rank]}")
+
+
+def _all(asked: plan.Requests) -> tuple[torch.Tensor, torch.Tensor]:
+    wanted, held = asked.mine.values, asked.rows
+    return torch.ones_like(wanted, dtype=torch.bool), torch.ones_like(held, dtype=torch.bool)
+
+
+def _same_structure(batch: Any, shape: str | None, number: int) -> str:
+    found = batches.structure(batch)
+    if shape is not None and found != shape:
+        raise ValueError(f"freescale: batch {number} is {found}; the batches before it were {shape}")
+    return found
