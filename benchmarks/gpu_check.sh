@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: tests, then benchmarks, then a short table.
 # Uses the python3 at hand; freescale is taken from dist/*.whl if there is one, else built from this tree.
+# Results (JSON) go to $OUT, or to benchmarks/results/. QUICK=1: benchmarks with --quick. ONLY="a b": only these steps.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 site=$(mktemp -d)
@@ -9,11 +10,33 @@ if ls dist/freescale-*.whl >/dev/null 2>&1; then
 else
     python3 -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" . || exit 1
 fi
-export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
+results=${OUT:-benchmarks/results}
+mkdir -p "$results"
 (cd "$site" && python3 -m freescale doctor)
-pytest -q -m gpu tests/test_gpu.py --durations=10
-tests=$?
+summary="check                     result       seconds"
+failed=0
+
+check() { # check NAME SECONDS COMMAND...
+    local name=$1 limit=$2
+    shift 2
+    if [ -n "${ONLY:-}" ] && [[ " $ONLY " != *" $name "* ]]; then return; fi
+    local began=$SECONDS code
+    echo "== $name"
+    timeout -s KILL "$limit" "$@"
+    code=$?
+    [ $code -eq 0 ] || failed=1
+    summary+=$'\n'$(printf '%-25s %-12s %s' "$name" "$([ $code -eq 0 ] && echo passed || echo "FAILED ($code)")" $((SECONDS - began)))
+}
+
+quick=${QUICK:+--quick}
+check tests 400 pytest -q -m gpu tests/test_gpu.py
+check kernels 200 pytest -q -m gpu tests/test_rows_kernels.py tests/test_dispatch.py
+check transports 300 pytest -q -m gpu tests/test_transports.py
+check contention 150 python3 benchmarks/contention.py $quick --json "$results/contention.json"
+check exchange_gpu 200 python3 benchmarks/exchange_gpu.py $quick --json "$results/exchange_gpu.json"
+check kernels_gpu 150 python3 benchmarks/kernels_gpu.py $quick --json "$results/kernels_gpu.json"
+check dispatch 150 python3 benchmarks/dispatch.py $quick --json "$results/dispatch.json"
 echo
-echo "check                     result"
-echo "GPU tests                 $([ $tests -eq 0 ] && echo passed || echo "FAILED ($tests)")"
-exit $tests
+echo "$summary"
+exit $failed

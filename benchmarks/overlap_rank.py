@@ -171,27 +171,31 @@ def shape_link(link: str, rate: float | None, size: float) -> list[dict[str, Any
 
 
 def section_train(args: argparse.Namespace, shape: collisions.Shape) -> dict[str, Any]:
-    trainees, compiled, left_out = get_all_ready(args.variants, args, shape)
+    """Variants are made and compiled anew on every link: freescale measures its speed and places launches by it."""
+    plain, _, _ = get_all_ready(["eager"], args, shape)
     per_block = WARM_UP + args.steps + TAIL
     of = {c: Batches(shape, c, per_block) for c in args.collisions}
     middle = of[min(of, key=lambda c: abs(c - 0.12))]
-    (free,) = measure_blocks({"eager": trainees["eager"]}, {0.12: middle}, "unshaped", 1)
+    (free,) = measure_blocks(plain, {0.12: middle}, "unshaped", 1)
     row_bytes = args.dim * 4
     size = 2 * middle.measured.all_values * row_bytes  # rows and gradients
     compute = agreed(free["cpu_ms"])  # not disturbed by what else runs on the machine
     links: dict[str, float | None] = {"loopback": None}
     if netlab.in_lab():
         links = {f"exchange/compute {ratio:g}": size * 8e3 / (ratio * compute) for ratio in args.ratios}
-    rows, checks = [free], []
+    rows, checks, compiled, left_out = [free], [], {}, {}
     for link, rate in links.items():
         checks += shape_link(link, rate, size)
+        trainees, took, missing = get_all_ready(args.variants, args, shape)
+        compiled, left_out = compiled or took, {**left_out, **missing}
         rows += measure_blocks(trainees, of, link, args.rounds)
-    if netlab.in_lab() and "freescale" in trainees:
+    if netlab.in_lab() and "freescale" in args.variants:
         # The links above are chosen by what eager TorchRec sends. One more, by what freescale itself sends.
         own = agreed(np.mean([r["bytes"] for r in rows if r["variant"] == "freescale"]))
         links[OWN] = own * 8e3 / (2 * compute)
         checks += shape_link(OWN, links[OWN], size)
-        rows += measure_blocks({"freescale": trainees["freescale"]}, {0.12: middle}, OWN, args.rounds)
+        trainees, _, _ = get_all_ready(["freescale"], args, shape)
+        rows += measure_blocks(trainees, {0.12: middle}, OWN, args.rounds)
     return {
         "rows": rows,
         "links_bits_per_second": links,

@@ -59,10 +59,30 @@ def gather_ints(mine: Sequence[int], group: dist.ProcessGroup, timeout: float | 
     return [h.tolist() for h in heard]
 
 
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Does gloo carry the group's CPU tensors?"""
+    if "cpu" not in devices_of_group(group):
+        return False
+    return isinstance(group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ()))
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of the group may take."""
-    backend = group._get_backend(torch.device(devices_of_group(group)[0]))
-    return backend.options._timeout  # type: ignore[no-any-return]
+    """How long an operation of the group may take."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return group._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
+    return dist.default_pg_timeout
+
+
+def symmetric_buffer(
+    nbytes: int, device: torch.device, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, list[int]]:
+    """Bytes of this rank that its peers can reach, and every rank's address of its own as seen from here."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    handle: Any = symmetric.rendezvous(buffer, group)
+    return buffer, [int(p) for p in handle.buffer_ptrs]
 
 
 def profiling() -> bool:
@@ -361,6 +381,11 @@ def self_test() -> None:
     assert hasattr(dist.distributed_c10d, "_get_default_store")
     assert hasattr(dist.ProcessGroup, "_device_types")
     assert hasattr(torch._C._distributed_c10d.AllgatherOptions(), "timeout")
+    assert hasattr(dist.ProcessGroup, "_get_backend") and dist.default_pg_timeout > timedelta(0)
+    assert isinstance(profiling(), bool)
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert callable(symmetric.empty) and callable(symmetric.rendezvous)
     assert callable(torch._dynamo.assume_constant_result)
     with autograd_inside_op():
         assert (torch.zeros(1, requires_grad=True) * 2).requires_grad

@@ -18,7 +18,7 @@ PREFIX = "FREESCALE_"
 
 # The passes in the order in which they run. A name here is also the module and the function in
 # freescale.passes.
-PASS_NAMES = ("find_exchanges", "split_exchanges", "overlap_attention")
+PASS_NAMES = ("find_exchanges", "split_exchanges", "overlap_attention", "lower_copies")
 
 
 class ConfigError(ValueError):
@@ -42,6 +42,11 @@ class Config:
     timeout: float = _flag(120.0, "Seconds that a rank waits for the others to agree before it gives up")
 
     link_gbps: float = _flag(0.0, "Speed of the link in Gbit/s; 0: measured once per group at start-up")
+    transport: str = _flag(
+        "auto",
+        "What carries a launch; `auto`: `peer` where all GPUs reach each other, else `staged`, and `c10d` on the CPU",
+        ("auto", "c10d", "staged", "peer"),
+    )
     min_bytes: float = _flag(262144.0, "A plain all-to-all of fewer bytes is not split by consumer")
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ import freescale.runtime
 from freescale import compat
 from freescale.config import Config
 from freescale.kernels import links
+from freescale.kernels.ops import COPYING
 from freescale.passes.facts import CannotApply, Exchange, exchanges
 from freescale.passes.graph_text import graph_text
 from freescale.passes.overlap_attention import bindings
@@ -121,9 +122,14 @@ def _agree_on_launches(way: str, graph: fx.Graph, found: list[Exchange]) -> None
     first = found[0].launch
     with graph.inserting_before(first):
         node = graph.call_function(
-            torch.ops.freescale.agree.default, (first.args[0], "; ".join([way, *map(str, found)]))
+            torch.ops.freescale.agree.default, (first.args[0], "; ".join([way, *map(_carried, found)]))
         )
     node.meta["val"] = None
+
+
+def _carried(x: Exchange) -> str:
+    over = [name for name in COPYING if str(x.launch.target).endswith(f"_{name}.default")]
+    return f"{x} over {over[0]}" if over else str(x)
 
 
 def direction(graph: fx.Graph) -> str:

@@ -55,7 +55,7 @@ _under_way: dict[int, Launched] = {}  # C++ holds the Work, not its Python half:
 
 
 class Launched(dist.Work):
-    def __init__(self, work: dist.Work, label: str, out: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.work, self.group, self.on_gpu = work, group, out.is_cuda
         self.record = Record(label, out.numel() * out.element_size())
@@ -90,7 +90,7 @@ def _event() -> torch.cuda.Event:
 
 
 def started(
-    work: dist.Work, what: str, priority: int, out: torch.Tensor, group: dist.ProcessGroup
+    work: Any, what: str, priority: int, out: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Register `work` for `out`, so that a wait for `out` waits for it, and note it."""
     compat.register_work(out, Launched(work, f"{PRIORITIES[priority]} {what}", out, group))

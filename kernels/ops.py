@@ -14,6 +14,7 @@ Counts (rows per peer) are CPU int64 tensors of length world, so a graph does no
     exchange_backward       their gradients back, summed and applied by the owner
     all_to_all_rows_launch  start of an all-to-all of table rows
     all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either
+    ..._staged, ..._peer    the same launches over a transport that copies (transports.py)
     sum_rows                sums of rows in a fixed order
     agree                   raises unless every rank is about to run a graph with these launches (collective, once)
     update_                 the owner's optimizer step on unique rows
@@ -50,6 +51,16 @@ lib.define(
     "all_to_all_launch(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
     "str table, str group_name) -> Tensor"
 )
+COPYING = ("staged", "peer")  # transports that copy: each has launches of its own, which do the same
+for _name in COPYING:
+    lib.define(
+        f"all_to_all_rows_launch_{_name}(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, "
+        "SymInt n_recv, int priority, str table, str group_name) -> Tensor"
+    )
+    lib.define(
+        f"all_to_all_launch_{_name}(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
+        "str table, str group_name) -> Tensor"
+    )
 lib.define("sum_rows(Tensor x, Tensor order, Tensor ends) -> Tensor")
 lib.define("agree(Tensor(a!) first, str launches) -> ()")
 lib.define("update_(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, str table) -> Tensor")
@@ -131,5 +142,9 @@ def _agree(first, launches):
     return None
 
 
-compat.register_launch_lowering(torch.ops.freescale.all_to_all_launch)
-compat.register_launch_lowering(torch.ops.freescale.all_to_all_rows_launch)
+for _name in ("", *(f"_{name}" for name in COPYING)):
+    if _name:
+        torch.library.register_fake(f"freescale::all_to_all_launch{_name}", _all_to_all_launch, lib=lib)
+        torch.library.register_fake(f"freescale::all_to_all_rows_launch{_name}", _all_to_all_rows_launch, lib=lib)
+    compat.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_launch{_name}"))
+    compat.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_rows_launch{_name}"))

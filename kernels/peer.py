@@ -21,11 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from freescale import compat
 from freescale.kernels import rings
 from freescale.kernels.cuda_driver import CudaDriver
 from freescale.kernels.rings import LEVELS, WORD_STRIDE, Lane, Step
 from freescale.kernels.segment import LINE, Presence, agree_on_segment, cpu_group
-from freescale.kernels.transport import FAR, Message, Transport, timeout_of
+from freescale.kernels.transport import FAR, Message, Transport
 
 WINDOW_BYTES, MOST_BYTES = 1 << 20, 64 << 20  # of one slab: at first, and at most
 AGREE_EVERY = 16  # launches
@@ -68,7 +69,7 @@ class Peer(Transport):
         self.slab = -(-slab // 4096) * 4096
         self._flags_at = LEVELS * self.world * _SLOTS * self.slab
         flags = 2 * LEVELS * self.world * _SLOTS * WORD_STRIDE
-        self._window, self._bases = symmetric_buffer(self._flags_at + flags, self.driver.device, self.group)
+        self._window, self._bases = compat.symmetric_buffer(self._flags_at + flags, self.driver.device, self.group)
         self.window_bytes = self._flags_at + flags
         self._flags = self._window[self._flags_at :].view(torch.int32)
         self._flags.zero_()
@@ -156,7 +157,7 @@ def open_transport(
     if flag not in FLAGS:
         raise ValueError(f"freescale: peer: flag is one of {', '.join(FLAGS)}, found {flag!r}")
     driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
-    seconds = timeout if timeout is not None else timeout_of(group)
+    seconds = timeout if timeout is not None else compat.timeout_of(group).total_seconds()
     return Peer(group, driver, seconds, window_bytes, most_bytes, flag)
 
 
@@ -196,14 +197,3 @@ def close() -> None:
     """Give windows and streams back."""
     while _open:
         _open.popitem()[1][1].close()
-
-
-def symmetric_buffer(  # -> compat
-    nbytes: int, device: torch.device, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, list[int]]:
-    """Bytes of this rank that its peers can reach, and every rank's address of its own as seen from here."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-    handle: Any = symmetric.rendezvous(buffer, group)
-    return buffer, [int(p) for p in handle.buffer_ptrs]

@@ -7,10 +7,9 @@ composite runs these very functions on graph nodes.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from freescale import compat
-from freescale.kernels import asking, launches, plan, tables
+from freescale.kernels import asking, c10d, launches, plan, tables
 from freescale.kernels.ops import lib
 
 _ops = torch.ops.freescale
@@ -33,7 +32,7 @@ def exchange_backward(
 
 def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
     # The send buffer is the op's own: the Work holds it until it is done, also where the wait is in a later graph.
-    sent = tables.find(table).weight.index_select(0, rows)
+    sent = tables.look_up(table, rows)
     return _launch(f"rows of {table}", sent, send_counts, recv_counts, n_recv, priority, group_name)
 
 
@@ -45,9 +44,7 @@ def _launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
     out = x.new_empty((n_recv, *x.shape[1:]))
     group = compat.group_by_name(group_name)
     with launches.label(f"launch {launches.PRIORITIES[priority]} {what}"):
-        work = dist.all_to_all_single(
-            out, x, recv_counts.tolist(), send_counts.tolist(), group=group, async_op=True
-        )
+        work = c10d.start(out, x, recv_counts.tolist(), send_counts.tolist(), group)
     return launches.started(work, what, priority, out, group)
 
 
@@ -60,7 +57,11 @@ def sum_rows(x, order, ends):
 
 
 def update_(token, grad, rows, order, ends, table):
-    tables.find(table).apply_update(rows, sum_rows(grad, order, ends))
+    found = tables.find(table)
+    if grad.is_cuda and hasattr(found, "sum_and_update"):  # one pass over memory instead of three
+        found.sum_and_update(grad.contiguous(), rows, order, ends)
+    else:
+        found.apply_update(rows, _ops.sum_rows.default(grad, order, ends))
     tables.updates[table] += 1
     return torch.empty_like(token)
 

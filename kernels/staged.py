@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from freescale import compat
 from freescale.kernels import rings
 from freescale.kernels.cuda_driver import CudaDriver
 from freescale.kernels.rings import LEVELS, WORD_STRIDE, Lane, Step
 from freescale.kernels.segment import Presence, Segment, agree_on_segment, cpu_group
-from freescale.kernels.transport import Transport, set_far, timeout_of
+from freescale.kernels.transport import Transport, set_far
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def open_transport(
         _refuse_gloo_without_caching()
     if driver is None:
         driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
-    seconds = timeout if timeout is not None else timeout_of(group)
+    seconds = timeout if timeout is not None else compat.timeout_of(group).total_seconds()
     side = cpu_group(group, seconds)
     if network != "gloo":
         sizes = rings.fit(group.size(), ring_bytes, piece_bytes)

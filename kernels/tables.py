@@ -21,10 +21,14 @@ class Table(Protocol):
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
         """One optimizer step. `grads[i]` is all the gradient of `weight[rows[i]]`; rows unique, ascending."""
 
+    # A table may also have, for a GPU: sum_and_update(grad, rows, order, ends), which sums the duplicates as sum_rows
+    # does and takes the step at once.
+
     def describe(self, feature: int) -> str:
         """Feature and table in words, for errors."""
 
 
+_ops = torch.ops.freescale
 _tables: WeakValueDictionary[str, Table] = WeakValueDictionary()
 # How often each was updated: tells, after a step that failed, whether its update had run already.
 updates: Counter[str] = Counter()
@@ -38,6 +42,11 @@ def register(table: Table, wish: str) -> str:
         name = f"{wish}#{n}"
     _tables[name] = table
     return name
+
+
+def look_up(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a table, in a buffer of its own."""
+    return _ops.pack_rows.default(find(name).weight, rows)
 
 
 def find(name: str) -> Table:

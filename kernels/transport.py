@@ -56,6 +56,9 @@ class TransportWork(dist.Work):
         self.transport.wait(self.message)
         return True
 
+    def is_completed(self) -> bool:
+        return all(self.transport.driver.done(event) for event in self.message.events)
+
 
 class Transport:
     """One group's all-to-alls. A subclass says through which lanes the pieces go."""
@@ -67,7 +70,7 @@ class Transport:
         self._copy_out, self._copy_in = driver.copy_out, driver.copy_in
         self.rank, self.world = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
-        self.timeout = timeout if timeout is not None else timeout_of(group)
+        self.timeout = timeout if timeout is not None else compat.timeout_of(group).total_seconds()
         self.presence: Presence | None = None  # where the ranks share memory
         self.error: str | None = None
         self.launched = 0
@@ -124,6 +127,14 @@ class Transport:
         self, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int, priority: int
     ) -> torch.Tensor:
         """Start an all-to-all of rows; the result is there after `_c10d_functional.wait_tensor`."""
+        out, work = self.start(x, send_counts, recv_counts, n_recv, priority)
+        compat.register_work(out, work)
+        return out
+
+    def start(
+        self, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int, priority: int
+    ) -> tuple[torch.Tensor, TransportWork]:
+        """The same, for who registers the work himself."""
         send, recv = send_counts.tolist(), recv_counts.tolist()
         self._check_counts(x, send, recv, n_recv)
         self.check()
@@ -132,8 +143,7 @@ class Transport:
         row = x.element_size() * math.prod(x.shape[1:])
         with self._launching:
             message = self._issue(x, out, [n * row for n in send], [n * row for n in recv], priority)
-        compat.register_work(out, TransportWork(self, message))
-        return out
+        return out, TransportWork(self, message)
 
     def _check_counts(self, x: torch.Tensor, send: list[int], recv: list[int], n_recv: int) -> None:
         if len(send) != self.world or len(recv) != self.world:
@@ -285,11 +295,3 @@ def set_far(words: list[np.ndarray]) -> None:
     """Set words that nobody but this rank waits for ahead of every round."""
     for w in words:
         w[:] = FAR
-
-
-def timeout_of(group: dist.ProcessGroup) -> float:  # -> compat
-    """Seconds after which the group's own operations give up."""
-    for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError, AttributeError):
-            return group._get_backend(torch.device(device)).options._timeout.total_seconds()
-    return dist.default_pg_timeout.total_seconds()

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from freescale.kernels import plan
+from freescale.kernels import rows as row_kernels
 from freescale.runtime.exchange import Exchange
 
 OPTIMIZERS = ("sgd", "rowwise_adagrad")
@@ -79,6 +80,15 @@ class ShardedEmbedding(nn.Module):
             self.momentum.index_copy_(0, rows, momentum)
             step = self.lr / (momentum.sqrt() + self.eps)
         weight.index_copy_(0, rows, weight.index_select(0, rows) - step[:, None] * grads)
+
+    def sum_and_update(
+        self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
+    ) -> None:
+        """As apply_update with the sums of sum_rows. A row comes at most once from each rank."""
+        momentum = self.momentum if self.optimizer == "rowwise_adagrad" else None
+        row_kernels.update_rows(
+            self.weight, momentum, grad, rows, order, ends, self.lr, self.eps, self.optimizer, len(self.shards)
+        )
 
     def describe(self, feature: int) -> str:
         return f"table {self.name!r}, which has {self.num_embeddings} rows"

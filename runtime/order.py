@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from freescale import compat, config
-from freescale.kernels import launches, links, tables
+from freescale.kernels import launches, links, tables, transports
 from freescale.kernels.ops import EARLY
 from freescale.runtime import batches, steps
 from freescale.runtime.exchange import Exchange
@@ -118,6 +118,7 @@ class Run:
     def begin(self) -> None:
         """The batch handed out last is about to go through the model, on every rank."""
         assert self.current is not None
+        transports.check()
         pairs = list(zip(self._last, self.current.plans, strict=True))
         # Where the step before this one did not run, nobody has fetched rows for this one.
         skipped = [self.current.number > 0 and (q is None or q.next is not p) for q, p in pairs]
@@ -162,6 +163,7 @@ class Run:
 
     def apply(self) -> None:
         """Send and apply what is pending. Every rank does so at the same place."""
+        transports.check()
         for x, q in self._left():
             late = q.late()
             try:
@@ -232,7 +234,7 @@ class Tables:
     def carry_behind(self, exchange: Exchange) -> None:
         """What nobody waits for travels on the background group."""
         exchange.background = self._background.group_name
-        links.speed.setdefault(exchange.group_name, links.speed[self._background.group_name])
+        links.speed[exchange.group_name] = links.speed[self._background.group_name]
 
     # -- loops ---------------------------------------------------------------------------------------------------
 

@@ -100,3 +100,41 @@ def _look_ahead():
 
 def test_look_ahead_gives_the_same_bits():
     assert max(run_ranks(_look_ahead, 2)) <= 1e-6
+
+
+def _hundred_steps(codegen="eager"):
+    """Losses and all state after 100 steps, look-ahead on and off, per optimizer; and which transport carried them."""
+    from freescale.kernels import launches, transports
+    from test_lookahead import Trainer
+
+    torch.cuda.set_device(0)
+    found = {}
+    for optimizer in ("sgd", "rowwise_adagrad"):
+        for wrapped in (False, True):
+            losses, state, _ = Trainer(optimizer, "all", codegen, "cuda").train(0.3, 100, wrapped)
+            found[optimizer, wrapped] = losses, {k: v.cpu() for k, v in state.items()}
+    transports.check()
+    import sys
+
+    used = [n for n in ("staged", "peer") if f"freescale.kernels.{n}" in sys.modules]
+    for name in used:
+        sys.modules[f"freescale.kernels.{name}"].close()
+    assert not launches._under_way
+    return found, used
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_every_transport_gives_the_same_bits(world):
+    """100 steps over staged and peer, bit for bit those over the group's own all-to-all."""
+    env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    results = {
+        t: run_ranks(_hundred_steps, world, env={**env, "FREESCALE_TRANSPORT": t}, timeout=300)
+        for t in ("c10d", "staged", *(("peer",) if world == 2 else ()))
+    }
+    for name, ranks in results.items():
+        for (found, used), (expected, _) in zip(ranks, results["c10d"], strict=True):
+            assert used == ([] if name == "c10d" else [name])
+            for key, (losses, state) in found.items():
+                assert losses == expected[key][0], (name, key)
+                assert all(torch.equal(state[k], expected[key][1][k]) for k in state), (name, key)
+                assert losses == found[key[0], False][0]  # look-ahead changes nothing either

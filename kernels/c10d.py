@@ -1,0 +1,58 @@
+"""The `c10d` transport: the group's own all-to-all, or, on gloo, its sends and receives.
+
+Gloo's all-to-all often takes twice its time on the wire, depending on which rank comes first, as if the two directions
+took turns; sends and receives do not, if every receive is posted before the first send (benchmarks/overlap.py
+--priority measures both). So that is done here.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from freescale import compat
+
+PAIRS_UP_TO = 32  # ranks: a send and a receive for each, issued one by one
+_launched: dict[str, int] = {}
+
+
+class Pairs:
+    """Several transfers as one."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self.works = works
+
+    def is_completed(self) -> bool:
+        return all(w.is_completed() for w in self.works)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def start(
+    out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup
+) -> dist.Work | Pairs:
+    """Start an all-to-all of rows: `send[p]` rows of `x` to peer p, `recv[p]` rows of `out` from it."""
+    if x.device.type == "cpu" and group.size() <= PAIRS_UP_TO and compat.is_gloo(group):
+        return _pairs(out, x, recv, send, group)
+    return dist.all_to_all_single(out, x, recv, send, group=group, async_op=True)
+
+
+def _pairs(out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup) -> Pairs:
+    tag = _launched[group.group_name] = _launched.get(group.group_name, 0) % 2**30 + 1
+    rank, world = group.rank(), group.size()
+    ends_in, ends_out = list(accumulate(recv)), list(accumulate(send))
+    works = []
+    for p in ((rank - i) % world for i in range(1, world)):
+        if recv[p]:
+            works.append(group.recv([out[ends_in[p] - recv[p] : ends_in[p]]], p, tag))
+    for p in ((rank + i) % world for i in range(1, world)):
+        if send[p]:
+            works.append(group.send([x[ends_out[p] - send[p] : ends_out[p]]], p, tag))
+    if send[rank] != recv[rank]:
+        raise ValueError(f"freescale: rank {rank} sends {send[rank]} rows to itself and expects {recv[rank]}")
+    out[ends_in[rank] - recv[rank] : ends_in[rank]] = x[ends_out[rank] - send[rank] : ends_out[rank]]
+    return Pairs(works)

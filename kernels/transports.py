@@ -1,0 +1,107 @@
+"""Which transport carries a launch, and the ops that stand for it in a graph.
+
+    c10d     the group's own all-to-all: all_to_all_launch, all_to_all_rows_launch (reference.py)
+    staged   copy engines and host memory, no SM: all_to_all_launch_staged, all_to_all_rows_launch_staged
+    peer     symmetric memory, push into the receiver's window: ..._peer
+
+The choice follows from the request and the devices: alike on machines of one kind, so alike on every rank. (The text
+that ranks compare before the first launch names the transport.)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from freescale import compat
+from freescale.kernels import launches, tables
+from freescale.kernels.ops import COPYING, lib
+
+NAMES = ("c10d", *COPYING)
+
+
+class CannotCarry(ValueError):
+    """A transport was asked for by name and cannot serve here."""
+
+
+def choose(wanted: str, group_name: str, device_type: str) -> tuple[str, str]:
+    """(transport, why). `wanted` is "auto" or a name; a name that cannot serve is an error."""
+    if wanted in ("auto", "c10d"):
+        if wanted == "c10d":
+            return "c10d", "it was asked for"
+        return _best(group_name, device_type)
+    why_not = _why_not(wanted, device_type)
+    if why_not:
+        raise CannotCarry(f"freescale: FREESCALE_TRANSPORT={wanted} cannot be met: {why_not}")
+    return wanted, "it was asked for"
+
+
+def _best(group_name: str, device_type: str) -> tuple[str, str]:
+    if device_type != "cuda":
+        return "c10d", f"the rows are on the {device_type}"
+    if _all_peers_within_reach(compat.group_by_name(group_name).size()):
+        return "peer", "every rank's GPU can write into every other's"
+    return "staged", "the ranks' GPUs cannot all reach each other"
+
+
+def _why_not(name: str, device_type: str) -> str:
+    if device_type != "cuda":
+        return f"{name} copies between GPUs and the rows are on the {device_type}"
+    return ""
+
+
+@cache
+def _all_peers_within_reach(world: int) -> bool:
+    """One host with a GPU per rank, all joined."""
+    n = torch.cuda.device_count()
+    return n >= world > 1 and all(
+        torch.cuda.can_device_access_peer(a, b) for a in range(world) for b in range(world) if a != b
+    )
+
+
+def op_of(op: Any, name: str) -> Any:
+    """The op of transport `name` that does what the launch `op` of c10d does."""
+    return op if name == "c10d" else getattr(torch.ops.freescale, f"{op._schema.name.split('::')[1]}_{name}").default
+
+
+def _open(name: str, group: Any, device: torch.device) -> Any:
+    if name == "staged":
+        from freescale.kernels import staged as transport
+    else:
+        from freescale.kernels import peer as transport  # type: ignore[no-redef]
+    return transport.transport_of(group, device)
+
+
+def check() -> None:
+    """Raise if a transfer of any group has failed: a device that was released computes garbage until somebody asks."""
+    import sys
+
+    for name in COPYING:
+        module = sys.modules.get(f"freescale.kernels.{name}")
+        if module is not None:
+            module.check()
+
+
+def _implement(name: str) -> None:
+    def launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
+        group = compat.group_by_name(group_name)
+        with launches.label(f"launch {launches.PRIORITIES[priority]} {what}"):
+            transport = _open(name, group, x.device)
+            out, work = transport.start(x, send_counts, recv_counts, n_recv, priority)
+        return launches.started(work, what, priority, out, group)
+
+    def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):
+        return launch(f"gradients of {table}", x, send_counts, recv_counts, n_recv, priority, group_name)
+
+    def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
+        sent = tables.look_up(table, rows)
+        return launch(f"rows of {table}", sent, send_counts, recv_counts, n_recv, priority, group_name)
+
+    for fn in (all_to_all_launch, all_to_all_rows_launch):
+        lib.impl(f"{fn.__name__}_{name}", torch.compiler.disable(fn), "CompositeExplicitAutograd")
+
+
+for _name in COPYING:
+    _implement(_name)

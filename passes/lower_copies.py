@@ -1,0 +1,35 @@
+"""Launches become the ops of a transport.
+
+Needs:    find_exchanges has run, and split_exchanges where there are composites: those keep the group's own all-to-all.
+Promises: same values; only the targets of launches change, alike on every rank.
+Before:   chunk = all_to_all_launch(grad, ...)
+After:    chunk = all_to_all_launch_staged(grad, ...)
+
+Plain all-to-alls stay: their counts are numbers in the graph and their groups belong to somebody else.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import fx
+
+from freescale.config import Config
+from freescale.kernels import transports
+from freescale.passes.facts import argument, exchanges
+
+log = logging.getLogger(__name__)
+
+
+def lower_copies(gm: fx.GraphModule, cfg: Config) -> int:
+    """Return the number of launches that became copies."""
+    found = [x for x in exchanges(gm.graph) if x.kind == "chunk"]
+    chosen = []
+    for x in found:
+        device = x.launch.meta["val"].device.type
+        name, why = transports.choose(cfg.transport, argument(x.launch, "group_name"), device)
+        log.info("%s goes over %s: %s", x, name, why)
+        chosen.append((x.launch, name))
+    for launch, name in chosen:
+        launch.target = transports.op_of(launch.target, name)
+    return sum(name != "c10d" for _, name in chosen)

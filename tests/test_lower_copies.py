@@ -1,0 +1,74 @@
+"""lower_copies: which transport is chosen and why, what it does to the graph, and requests that cannot be met."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from fake_world import fake_world, graphs_of
+from freescale.kernels import transports
+from ranks import RankFailed, run_ranks_apart
+from test_graphs import Model
+
+
+def _graphs(**options):
+    with fake_world(0, 4):
+        model = torch.compile(Model(), backend="freescale", fullgraph=True, options={"codegen": "eager", **options})
+        return graphs_of(lambda: model(torch.arange(5) % 3).backward())
+
+
+def _lowered_to_staged():
+    """Without a GPU the launches cannot run; the graph is looked at before they do."""
+    found = {}
+
+    def keep(way, name, graph):
+        found[way, name] = [str(n.target) for n in graph.nodes if "launch" in str(n.target)]
+
+    from freescale import driver
+
+    end = driver.observe(keep)
+    with fake_world(0, 4), mock.patch.object(transports, "_why_not", lambda *a: ""):
+        model = torch.compile(
+            Model(), backend="freescale", fullgraph=True, options={"codegen": "eager", "transport": "staged"}
+        )
+        with pytest.raises(Exception):  # noqa: B017  (whatever a launch of copies says without a device)
+            model(torch.arange(5) % 3)
+    end()
+    return found
+
+
+def test_launches_become_the_transports_ops():
+    (found,) = run_ranks_apart(_lowered_to_staged, [()])
+    assert found["forward", "overlap_attention"] == ["freescale.all_to_all_rows_launch.default"]
+    assert found["forward", "lower_copies"] == ["freescale.all_to_all_rows_launch_staged.default"]
+
+
+def _same_on_the_cpu():
+    texts = _graphs(transport="auto")
+    return texts["forward", "overlap_attention"] == texts["forward", "lower_copies"]
+
+
+def test_on_the_cpu_nothing_changes():
+    assert run_ranks_apart(_same_on_the_cpu, [()]) == [True]
+
+
+def _refused():
+    _graphs(transport="staged")
+
+
+def test_a_request_that_cannot_be_met_is_an_error():
+    with pytest.raises(RankFailed) as error:
+        run_ranks_apart(_refused, [()])
+    assert "FREESCALE_TRANSPORT=staged cannot be met: staged copies between GPUs and the rows are on the cpu" in str(error.value)
+
+
+def test_the_choice_and_its_reason():
+    assert transports.choose("auto", "0", "cpu") == ("c10d", "the rows are on the cpu")
+    assert transports.choose("c10d", "0", "cuda") == ("c10d", "it was asked for")
+    group = mock.Mock(size=lambda: 2)
+    with mock.patch.object(transports.compat, "group_by_name", lambda name: group):
+        for reach, expected in ((True, "peer"), (False, "staged")):
+            with mock.patch.object(transports, "_all_peers_within_reach", lambda world, r=reach: r):
+                assert transports.choose("auto", "0", "cuda")[0] == expected
