@@ -4,6 +4,8 @@
 
 Both runs see the same batches and start from the same weights. The last line of the output is one JSON object:
 what was compiled, and the largest difference of any loss, dense parameter or table row between the two runs.
+With --balance the second run moves samples between the ranks, so that all have the same work: the global batch and its
+averaged gradients are the same, but sums are taken in another order.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ def main() -> None:
 
     model = build(args, device)
     compiled = torch.compile(model, backend="freescale")
-    loader = freescale.LookaheadLoader(histories(args), compiled)
+    loader = freescale.LookaheadLoader(histories(args), compiled, balance=args.balance)
     losses = train(model, compiled, loader, device, "freescale")
     print_exchanges(loader.stats())
+    print_balance(loader.balance_stats())
 
     difference = worst_difference(losses, expected, model, plain)
     if dist.get_rank() == 0:
@@ -65,6 +68,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--sigma", type=float, default=1.0, help="sigma of the lognormal lengths")
     p.add_argument("--cap", type=int, default=420, help="longest history (21,000 in production)")
     p.add_argument("--zipf", type=float, default=1.05, help="exponent of the ids' popularity")
+    p.add_argument("--balance", action="store_true", help="move samples between ranks so that all have the same work")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = p.parse_args()
     for name in ("steps", "batch_size", "items", "dim", "blocks", "heads", "cap"):
@@ -173,6 +177,22 @@ def print_exchanges(stats: list[dict[str, Any]]) -> None:
         )
     words = "(of rank 0; `per value`: what would be urgent in forward without bringing duplicates together)"
     print(words, file=sys.stderr)
+
+
+def print_balance(stats: list[dict[str, Any]]) -> None:
+    """How much of a step the average rank waits for the slowest, over the steps whose times are known."""
+    known = [s for s in stats if s["measured"] is not None and s["step"] > 0]  # the first step compiles
+    if dist.get_rank() != 0 or not known:
+        return
+    before, after, measured = (
+        sum(s[key] for s in known) / len(known) for key in ("predicted_before", "predicted_after", "measured")
+    )
+    moved = sum(s["moved_bytes"] for s in stats)
+    print(
+        f"\nstraggler share: {before:.1%} without balancing, {after:.1%} with it (predicted), {measured:.1%} measured; "
+        f"{moved / 1e3:.0f} kB of samples moved",
+        file=sys.stderr,
+    )
 
 
 def worst_difference(losses: list[torch.Tensor], expected: list[torch.Tensor], model: Any, plain: Any) -> float:

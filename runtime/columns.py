@@ -6,6 +6,7 @@ all-to-all of lengths, then one of bytes. What stays on its rank is not sent. Wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -57,10 +58,11 @@ def select(columns: Sequence[Column], chosen: np.ndarray) -> list[Column]:
 
 
 def _selected(c: Column, chosen: np.ndarray) -> Column:
-    counts = c.counts()
-    index = torch.from_numpy(_spans(_starts(counts)[:, chosen].ravel(), counts[:, chosen].ravel()))
-    lengths = None if c.lengths is None else counts[:, chosen]
-    rows = tuple(r.index_select(0, index) for r in c.rows)
+    index, lengths = chosen, None
+    if c.lengths is not None:
+        lengths = c.lengths[:, chosen]
+        index = _spans(_starts(c.lengths)[:, chosen].ravel(), lengths.ravel())
+    rows = tuple(r.index_select(0, torch.from_numpy(index)) for r in c.rows)
     return replace(c, lengths=lengths, rows=rows, samples=len(chosen))
 
 
@@ -107,62 +109,63 @@ def _exchange_bytes(
 
 def _exchange_lengths(
     columns: Sequence[Column], order: np.ndarray, leaving: np.ndarray, arriving: np.ndarray, group: dist.ProcessGroup
-) -> list[np.ndarray]:
-    """Rows of each feature and sample that arrives, per column."""
-    total = int(arriving.sum())
+) -> list[np.ndarray | None]:
+    """Rows of each feature and sample that arrives, per column; None where each sample has one."""
     jagged = [c.lengths for c in columns if c.lengths is not None]
-    heard = np.zeros((0, total), np.int64)
-    if jagged:
-        message = torch.from_numpy(np.ascontiguousarray(np.concatenate(jagged).T[order]))
-        there = message.new_empty((total, message.shape[1]))
-        dist.all_to_all_single(there, message, arriving.tolist(), leaving.tolist(), group=group)
-        heard = there.numpy().T
-    found, at = [], 0
-    for c in columns:
-        if c.lengths is None:
-            found.append(np.ones((1, total), np.int64))
-        else:
-            found.append(np.ascontiguousarray(heard[at : at + len(c.keys)]))
-            at += len(c.keys)
-    return found
+    if not jagged:
+        return [None] * len(columns)
+    message = torch.from_numpy(np.ascontiguousarray(np.concatenate(jagged).T[order]))
+    heard = message.new_empty((int(arriving.sum()), message.shape[1]))
+    dist.all_to_all_single(heard, message, arriving.tolist(), leaving.tolist(), group=group)
+    ends = np.cumsum([len(lengths) for lengths in jagged])
+    parts = iter(np.split(np.ascontiguousarray(heard.numpy().T), ends[:-1]))
+    return [None if c.lengths is None else next(parts) for c in columns]
 
 
 def _by_rank(c: Column, order: np.ndarray, leaving: np.ndarray) -> list[list[torch.Tensor]]:
     """For each tensor of the column, for each rank, the bytes that go there: by feature, then by sample."""
-    counts, ranks = c.counts()[:, order], np.repeat(np.arange(len(leaving)), leaving)
-    segments = np.argsort(np.tile(ranks, len(c.keys)), kind="stable")
-    starts = _starts(c.counts())[:, order].ravel()[segments]
-    index = torch.from_numpy(_spans(starts, counts.ravel()[segments]))
-    per_rank = _rows_by_rank(counts, leaving)
-    pieces = []
-    for r in c.rows:
-        data = _as_bytes(r.index_select(0, index))
-        pieces.append(list(data.split((per_rank * _row_bytes(r)).tolist())))
-    return pieces
+    if c.lengths is None:
+        index, per_rank = torch.from_numpy(order), leaving
+    else:
+        counts = c.lengths[:, order]
+        segments = _segments(len(c.keys), leaving)
+        starts = _starts(c.lengths)[:, order].ravel()[segments]
+        index, per_rank = torch.from_numpy(_spans(starts, counts.ravel()[segments])), _rows_by_rank(counts, leaving)
+    return [
+        list(_as_bytes(r.index_select(0, index)).split((per_rank * _row_bytes(r)).tolist())) for r in c.rows
+    ]
 
 
-def _put_together(c: Column, counts: np.ndarray, joined: list[torch.Tensor], arriving: np.ndarray) -> Column:
+def _put_together(c: Column, counts: np.ndarray | None, joined: list[torch.Tensor], arriving: np.ndarray) -> Column:
     """The column from what arrived by rank, then by feature, then by sample."""
-    rows = []
-    for tensor, like in zip(joined, c.rows, strict=True):
-        shape = (int(counts.sum()), *like.shape[1:])
-        rows.append(tensor.view(like.dtype).view(shape))
-    if len(c.keys) > 1:
-        ranks = np.repeat(np.arange(len(arriving)), arriving)
-        segments = np.argsort(np.tile(ranks, len(c.keys)), kind="stable")
+    samples = int(arriving.sum())
+    total = samples if counts is None else int(counts.sum())
+    rows = [t.view(like.dtype).view(total, *like.shape[1:]) for t, like in zip(joined, c.rows, strict=True)]
+    if counts is not None and len(c.keys) > 1:
+        segments = _segments(len(c.keys), arriving)
         came = counts.ravel()[segments]
         starts = np.empty_like(came)
         starts[segments] = np.cumsum(came) - came
         index = torch.from_numpy(_spans(starts, counts.ravel()))
         rows = [r.index_select(0, index) for r in rows]
-    lengths = None if c.lengths is None else counts
-    return replace(c, lengths=lengths, rows=tuple(rows), samples=int(arriving.sum()))
+    return replace(c, lengths=counts, rows=tuple(rows), samples=samples)
 
 
-def _rows_by_rank(counts: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Rows for each rank, where `counts` has the samples of rank 0 first, and so on."""
-    ends = np.concatenate(([0], np.cumsum(counts.sum(0))))
-    return np.diff(ends[np.concatenate(([0], np.cumsum(samples)))])
+def _segments(keys: int, samples: np.ndarray) -> np.ndarray:
+    """Where, among all features and samples, those of rank 0 are, then those of rank 1, and so on."""
+    if keys == 1:
+        return np.arange(samples.sum())
+    return np.argsort(np.tile(np.repeat(np.arange(len(samples)), samples), keys), kind="stable")
+
+
+def _rows_by_rank(counts: np.ndarray | None, samples: np.ndarray) -> np.ndarray:
+    """Rows for each rank, where `counts` has the samples of rank 0 first, and so on; None: a row for each sample."""
+    if counts is None:
+        return samples
+    ends = np.zeros(counts.shape[1] + 1, np.int64)
+    np.cumsum(counts.sum(0), out=ends[1:])
+    last = samples.cumsum()
+    return ends[last] - ends[last - samples]
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
@@ -177,7 +180,7 @@ def _spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _row_bytes(rows: torch.Tensor) -> int:
-    return int(np.prod(rows.shape[1:], dtype=np.int64)) * rows.element_size()
+    return math.prod(rows.shape[1:]) * rows.element_size()
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
