@@ -51,9 +51,9 @@ class Sample:
     more: dict = field(default_factory=dict)
 
 
-def whole_batch(samples: int = 4) -> Sample:
+def whole_batch(samples: int = 4, first: int = 0) -> Sample:
     """Every kind of part that a batch may have; sample i can be told by its values."""
-    n = torch.arange(samples)
+    n = torch.arange(first, first + samples)
     kjt = KeyedJaggedTensor(
         ["a", "b"],
         torch.cat([n.repeat_interleave(n), 100 + n]),
@@ -61,9 +61,9 @@ def whole_batch(samples: int = 4) -> Sample:
         torch.cat([n.repeat_interleave(n), n]).to(torch.float64),
     )
     more = {
-        "ids": n.repeat_interleave(2 * n), "ids_lengths": (2 * n).int(), "ids_offsets": torch.cat([n[:1] * 0, (2 * n).cumsum(0)]),
-        "half": n.to(torch.bfloat16)[:, None].repeat(1, 3), "flag": n % 2 == 0, "words": [f"w{i}" for i in range(samples)],
-        "objects": tuple({"i": i, "long": "x" * i} for i in range(samples)), "array": np.arange(samples) * 0.5,
+        "ids": n.repeat_interleave(2 * n), "ids_lengths": (2 * n).int(), "ids_offsets": torch.cat([torch.tensor([0]), (2 * n).cumsum(0)]),
+        "half": n.to(torch.bfloat16)[:, None].repeat(1, 3), "flag": n % 2 == 0, "words": [f"w{i}" for i in n.tolist()],
+        "objects": tuple({"i": i, "long": "x" * i} for i in n.tolist()), "array": n.numpy() * 0.5,
         "pair": Pair(n + 7, None), "step": 3, "scale": torch.tensor(2.0), "nothing": None, "list": [n * 2, n * 3],
         "padded": torch.zeros(samples, 5), "padded_lengths": n, "wide": torch.zeros(samples, 0),
     }  # fmt: skip
@@ -132,6 +132,28 @@ def test_batch_sizes_that_differ_by_feature_cannot_be_cut():
     kjt.variable = True
     with pytest.raises(BalanceError, match="KeyedJaggedTensor of 'a', 'b' has batch sizes that differ"):
         moving.cut(kjt)
+
+
+def _exchange():
+    """Random samples to random ranks; ranks without any, everything to one rank, nothing at all."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for seed in range(25):
+        random = np.random.default_rng(seed)
+        counts = random.integers(0, 6, world) * (random.random(world) > 0.2)
+        to = [random.integers(0, world if seed % 5 else 1, n) for n in counts]
+        batches = [whole_batch(int(n), 6 * r) for r, n in enumerate(counts)]
+        cut = moving.cut(batches[rank])
+        arriving = np.array([(t == rank).sum() for t in to])
+        got = described(cut.build(columns.exchange(cut.columns, to[rank], arriving, dist.group.WORLD)))
+        everyone = [described(b)[0] for b in batches]
+        expected = [row for rows, t in zip(everyone, to, strict=True) for row, r in zip(rows, t, strict=True) if r == rank]
+        assert got[0] == expected and got[1:] == described(batches[rank])[1:], seed
+    return True
+
+
+@pytest.mark.parametrize("world", (1, 3))
+def test_every_part_of_a_batch_arrives(world):
+    assert all(run_ranks(_exchange, world))
 
 
 # ---- training on several ranks -------------------------------------------------------------------------------------
