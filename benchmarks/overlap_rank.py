@@ -26,6 +26,7 @@ import collisions  # noqa: E402
 import netlab  # noqa: E402
 import overlap_priority  # noqa: E402
 from freescale import driver  # noqa: E402
+from freescale.kernels import launches  # noqa: E402
 from overlap_variants import TAIL, WARM_UP, Batches, Moment, Step, Trainee, Variant, variants  # noqa: E402
 
 OWN = "own exchange/compute 2"
@@ -157,6 +158,26 @@ def check_of_exposed(rate: float, size: int) -> dict[str, Any]:
     }
 
 
+def meter_share(step: Step) -> float:
+    """What the meter's records of a step cost, each measured on a transfer that is done, over the step's time."""
+
+    class Done:
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            pass
+
+    out, group, repeats = torch.empty(1), dist.group.WORLD, 2000
+    assert group is not None
+    began = time.perf_counter()
+    for _ in range(repeats):
+        launches.Launched(Done(), "x", out, group).wait()
+    each = (time.perf_counter() - began) / repeats
+    launches.records.clear()
+    return each * len(step.waits) * 1e3 / step.step_ms
+
+
 def shape_link(link: str, rate: float | None, size: float) -> list[dict[str, Any]]:
     """Set the speed of this rank's link, and check it."""
     if rate is None:
@@ -183,12 +204,14 @@ def section_train(args: argparse.Namespace, shape: collisions.Shape) -> dict[str
     links: dict[str, float | None] = {"loopback": None}
     if netlab.in_lab():
         links = {f"exchange/compute {ratio:g}": size * 8e3 / (ratio * compute) for ratio in args.ratios}
-    rows, checks, compiled, left_out = [free], [], {}, {}
+    rows, checks, compiled, left_out, metered = [free], [], {}, {}, None
     for link, rate in links.items():
         checks += shape_link(link, rate, size)
         trainees, took, missing = get_all_ready(args.variants, args, shape)
         compiled, left_out = compiled or took, {**left_out, **missing}
         rows += measure_blocks(trainees, of, link, args.rounds)
+        if "freescale" in trainees and link == next(iter(links)):
+            metered = meter_share(trainees["freescale"].block(middle.fresh())[-1])
     if netlab.in_lab() and "freescale" in args.variants:
         # The links above are chosen by what eager TorchRec sends. One more, by what freescale itself sends.
         own = agreed(np.mean([r["bytes"] for r in rows if r["variant"] == "freescale"]))
@@ -205,6 +228,7 @@ def section_train(args: argparse.Namespace, shape: collisions.Shape) -> dict[str
         "collisions": [asdict(b.measured) for b in of.values()],
         "compiled": {name: asdict(c) for name, c in compiled.items()},
         "left_out": left_out,
+        "meter_share_of_step": metered,
         "check_of_exposed": checks,
     }
 
