@@ -49,7 +49,8 @@ class LookaheadLoader:
                same work, each as many samples as before. Parts of a batch are cut by sample: KeyedJaggedTensors,
                tensors [samples, ...], 1-D tensors `x` beside `x_lengths` or `x_offsets`, lists of one object per
                sample. With as many samples on every rank, averaged loss and gradients are those of the same global
-               batch. `origin` says where the samples come from; `restore` sends outputs per sample back there
+               batch. `origin` says where the samples come from; `restore` sends outputs per sample back there. What
+               a sample costs is fitted to the times of all ranks (`cost`, see FittedCost), or given in BalanceOptions
 
     The numbers are those of the loop without the wrapper. What a step leaves for the next one is applied before
     anything else sees the tables: at the end of the loop, on `break`, when an exception leaves it, before
@@ -125,7 +126,7 @@ class LookaheadLoader:
         seconds                   that the loader's thread of this rank took for it
         fit                       the cost function at that step; None if it is not fitted
         """
-        return [dict(s) for s in self._balance_stats]
+        return [dict(s) for s in self._balance_stats.copy()]  # the loader's thread goes on adding to it
 
     @property
     def origin(self) -> torch.Tensor:
@@ -141,7 +142,8 @@ class LookaheadLoader:
     def restore(self, outputs: Any) -> Any:
         """Outputs per sample of the last batch, sent to where its samples come from and put in the order there.
 
-        Tensors [samples, ...], lists, or whatever else a batch can be made of. Every rank calls this at the same place.
+        Tensors [samples, ...] (without their gradients), lists, or whatever else a batch can be made of. Every rank
+        calls this at the same place.
         """
         group = _home_groups.get(self._tables)
         if group is None:
