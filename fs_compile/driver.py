@@ -24,7 +24,7 @@ from freescale import compat
 from freescale.config import Config
 from freescale.kernels import links
 from freescale.kernels.ops import COPYING
-from freescale.passes.facts import CannotApply, Exchange, exchanges
+from freescale.passes.facts import CannotApply, Exchange, argument, exchanges
 from freescale.passes.graph_text import graph_text
 from freescale.passes.overlap_attention import bindings
 
@@ -122,7 +122,8 @@ def _agree_on_launches(way: str, graph: fx.Graph, found: list[Exchange]) -> None
     first = found[0].launch
     with graph.inserting_before(first):
         node = graph.call_function(
-            torch.ops.freescale.agree.default, (first.args[0], "; ".join([way, *map(_carried, found)]))
+            torch.ops.freescale.agree.default,
+            (first.args[0], "; ".join([way, *map(_carried, found)]), argument(first, "group_name")),
         )
     node.meta["val"] = None
 

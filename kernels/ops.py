@@ -16,7 +16,7 @@ Counts (rows per peer) are CPU int64 tensors of length world, so a graph does no
     all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either
     ..._staged, ..._peer    the same launches over a transport that copies (transports.py)
     sum_rows                sums of rows in a fixed order
-    agree                   raises unless every rank is about to run a graph with these launches (collective, once)
+    agree                   raises unless every rank of the group is about to run a graph with these launches (once)
     update_                 the owner's optimizer step on unique rows
 """
 
@@ -62,7 +62,7 @@ for _name in COPYING:
         "str table, str group_name) -> Tensor"
     )
 lib.define("sum_rows(Tensor x, Tensor order, Tensor ends) -> Tensor")
-lib.define("agree(Tensor(a!) first, str launches) -> ()")
+lib.define("agree(Tensor(a!) first, str launches, str group_name) -> ()")
 lib.define("update_(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, str table) -> Tensor")
 
 # Chunks that deserve the wire first have the lower number.
@@ -137,7 +137,7 @@ def _update_(token, grad, rows, order, ends, table):
 
 
 @torch.library.register_fake("freescale::agree", lib=lib)
-def _agree(first, launches):
+def _agree(first, launches, group_name):
     # It changes nothing. Calling `first` changed keeps the op in the graph, before whoever reads `first` next.
     return None
 

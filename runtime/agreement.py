@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from datetime import timedelta
 
 import torch
@@ -17,16 +18,20 @@ from freescale import compat, config
 from freescale.kernels.ops import lib
 
 _KEY = "freescale/agree"
-_generation = 0
+_EVERYONE = "all"
+_generations: Counter[str] = Counter()  # per group of ranks: how often they have agreed
 
 
 class Disagreement(RuntimeError):
     """Ranks with different settings, or a rank that failed or did not come."""
 
 
-def _post(said: dict[str, object]) -> None:
-    key = f"{_KEY}/{_generation}/{dist.get_rank()}"
-    compat.default_store().set(key, json.dumps(said))
+def _key(group: str, rank: int) -> str:
+    return f"{_KEY}/{group}/{_generations[group]}/{rank}"
+
+
+def _post(said: dict[str, object], group: str = _EVERYONE) -> None:
+    compat.default_store().set(_key(group, dist.get_rank()), json.dumps(said))
 
 
 def post_failure(error: BaseException) -> None:
@@ -38,14 +43,18 @@ def post_failure(error: BaseException) -> None:
             pass
 
 
-def agree(settings: dict[str, object], timeout: float) -> None:
-    """Raise on every rank unless all ranks call this with the same `settings` within `timeout` seconds."""
-    global _generation
+def agree(settings: dict[str, object], timeout: float, group_name: str | None = None) -> None:
+    """Raise on every rank unless all ranks of a group call this with the same `settings` within `timeout` seconds."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    _post({"settings": settings})
-    said = _read_all(timeout)
-    _generation += 1
+    ranks, group = list(range(dist.get_world_size())), _EVERYONE
+    if group_name is not None:
+        some = dist.get_process_group_ranks(compat.group_by_name(group_name))
+        if len(some) < len(ranks):
+            ranks, group = some, group_name
+    _post({"settings": settings}, group)
+    said = _read_all(timeout, ranks, group)
+    _generations[group] += 1
     errors = {rank: s["error"] for rank, s in said.items() if "error" in s}
     if errors:
         rank, error = min(errors.items())
@@ -56,25 +65,25 @@ def agree(settings: dict[str, object], timeout: float) -> None:
 _same_launches: set[str] = set()
 
 
-def _agree(first: torch.Tensor, launches: str) -> None:
+def _agree(first: torch.Tensor, launches: str, group_name: str) -> None:
     """In a graph, before its first launch. The text is part of the compiled code, so it also comes out of a cache."""
     if launches not in _same_launches:
         way, *names = launches.split("; ")
-        agree({f"what the {way} graph launches": names}, config.load().timeout)
+        agree({f"what the {way} graph launches": names}, config.load().timeout, group_name)
         _same_launches.add(launches)
 
 
 lib.impl("agree", torch.compiler.disable(_agree), "CompositeExplicitAutograd")
 
 
-def _read_all(timeout: float) -> dict[int, dict[str, object]]:
+def _read_all(timeout: float, ranks: list[int], group: str) -> dict[int, dict[str, object]]:
     """What each rank said; as soon as one says that it failed, that alone is enough."""
     store, said = compat.default_store(), {}
-    missing = list(range(dist.get_world_size()))
+    missing = list(ranks)
     end = time.monotonic() + timeout
     while missing:
         for rank in list(missing):
-            key = f"{_KEY}/{_generation}/{rank}"
+            key = _key(group, rank)
             if store.check([key]):
                 said[rank] = json.loads(store.get(key))
                 missing.remove(rank)
@@ -92,12 +101,13 @@ def _read_all(timeout: float) -> dict[int, dict[str, object]]:
 
 
 def _compare(settings: dict[int, dict[str, object]]) -> None:
-    reference = settings[0]
+    first = min(settings)
+    reference = settings[first]
     for rank in sorted(settings):
         for name in sorted(reference.keys() | settings[rank].keys()):
             ours, theirs = reference.get(name), settings[rank].get(name)
             if ours != theirs:
                 raise Disagreement(
-                    f"freescale: ranks disagree: {name} is {ours!r} on rank 0 and {theirs!r} on rank {rank}; "
+                    f"freescale: ranks disagree: {name} is {ours!r} on rank {first} and {theirs!r} on rank {rank}; "
                     "set the same flags and options everywhere"
                 )
