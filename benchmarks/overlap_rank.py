@@ -100,6 +100,8 @@ def row(name: str, link: str, batches: Batches, steps: list[Step]) -> dict[str, 
     step, exposed = [s.step_ms for s in everyone], [s.exposed_ms for s in everyone]
     compute = [s.step_ms - s.exposed_ms for s in everyone]
     metered = [s.meter_ms for s in everyone if s.meter_ms is not None]
+    # Of each step the least of the ranks: the others also waited for a slower rank's compute.
+    least = [min(s.exposed_ms for s in ranks) for ranks in zip(*gathered, strict=True)]
     return {
         "variant": name,
         "collision": batches.measured.collision,
@@ -108,6 +110,7 @@ def row(name: str, link: str, batches: Batches, steps: list[Step]) -> dict[str, 
         "compute_ms": float(np.median(compute)),
         "exposed_ms": float(np.median(exposed)),
         "bytes": float(np.mean([s.sent for s in everyone])),
+        "exposed_least_ms": float(np.median(least)),
         "step_ms_iqr": spread(step),
         "compute_ms_iqr": spread(compute),
         "exposed_ms_iqr": spread(exposed),

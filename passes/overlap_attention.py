@@ -52,18 +52,17 @@ def overlap_attention(gm: fx.GraphModule, cfg: Config) -> int:
         order = _Scheduler(before, found, seconds, cfg.link_gbps * 1e9 / 8, share, hoist).run()
         if cost.peak_bytes(order) <= limit:
             break
-    _apply(gm.graph, order)
+    _apply(order)
     for x in found:
         for node in (x.launch, *_waits(x.launch)):
             node.meta[PINNED] = True
     return len(found)
 
 
-def _apply(graph: fx.Graph, order: Order) -> None:
-    last = graph._root
-    for node in order:
-        last.append(node)
-        last = node
+def _apply(order: Order) -> None:
+    *nodes, output = order
+    for node in nodes:
+        output.prepend(node)
 
 
 # ---- what must stay in order ------------------------------------------------------------------------------------
