@@ -154,6 +154,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--priority", action="store_true", help="only: an urgent all-to-all while a large one is under way")
     p.add_argument("--variants", metavar="A,B", help="only these, and eager (default: all)")
     p.add_argument("--collisions", metavar="C,D", help="collision rates (default: 0,0.03,0.12,0.3,0.6)")
+    p.add_argument("--no-single", action="store_true", help="leave the one-rank comparison out")
+    p.add_argument("--ratios", metavar="R,S", help="eager's exchange over its compute on each link (default: 0.5,2)")
     p.add_argument("--steps", type=int, help="measured steps of a block")
     p.add_argument("--rounds", type=int, help="blocks of every variant")
     p.add_argument("--ddp", action="store_true", help="average dense gradients too, as DDP does")
@@ -182,6 +184,8 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         chosen["variants"] = [name for name in names if name in wanted]
     if args.collisions:
         chosen["collisions"] = [float(c) for c in args.collisions.split(",")]
+    if args.ratios:
+        chosen["ratios"] = [float(r) for r in args.ratios.split(",")]
     return chosen | {k: v for k in ("steps", "rounds") if (v := getattr(args, k)) is not None}
 
 
@@ -212,12 +216,12 @@ def run_single(settings: dict[str, Any], quick: bool) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    single = run_single(settings, args.quick)
+    single = {} if args.no_single else run_single(settings, args.quick)
     train = run_section("train", args.ranks, settings)
     print(table(train["rows"]))
     for name, reason in train["left_out"].items():
         print(f"{name} does not run here: {reason}")
-    priority = None if args.quick else run_priority(args.ranks, settings, train)
+    priority = None if args.quick or args.no_single else run_priority(args.ranks, settings, train)
     found = headlines(train, single)
     for name, value in found.items():
         print(f"{name:<30} {'not measured' if value is None else f'{value:.4f}'}")

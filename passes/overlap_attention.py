@@ -29,8 +29,6 @@ from freescale.kernels import links
 from freescale.passes import cost
 from freescale.passes.facts import PINNED, WAIT, Exchange, argument, exchanges, wait_of
 
-# As much work is moved behind an urgent launch as covers this many times the estimate of its time on the wire.
-MARGIN = 1.25
 # The backward pass does this many times the work of the forward pass.
 BACKWARD = 2.0
 # How much of the work that would cover urgent launches is moved behind them, and whether what does not depend on a wait
@@ -216,20 +214,16 @@ class _Scheduler:
         return found
 
     def _sunk(self) -> dict[fx.Node, None]:
-        """Work in front of an urgent launch that no launch needs: as much as covers it, the last first."""
+        """Work in front of the last urgent launch that no launch needs, the last first: it will cover them.
+
+        All of it, whatever the batch that was traced sends: later ones may send more, and only memory is at stake.
+        """
         sunk: dict[fx.Node, None] = {}
-        needed = self._above([x.launch for x in self.urgent])
-        for x in self.urgent:
-            there = self.position[x.launch]
-            behind = [n for n in self.nodes[there:] if n not in self.waited and n not in self.background]
-            missing = self._wire_seconds(x) * MARGIN - sum(self.seconds[n] for n in behind)
-            for node in reversed(self.nodes[:there]):
-                if missing <= 0:
-                    break
-                if node not in sunk and self._may_sink(node, needed, sunk):
-                    sunk[node] = None
-                if node in sunk:  # also one that covers another launch already
-                    missing -= self.seconds[node]
+        launches = [x.launch for x in self.urgent]
+        needed = self._above(launches)
+        for node in reversed(self.nodes[: max(map(self.position.__getitem__, launches), default=0)]):
+            if self._may_sink(node, needed, sunk):
+                sunk[node] = None
         return dict.fromkeys(list(sunk)[: int(len(sunk) * self.share)])
 
     def _may_sink(self, node: fx.Node, needed: set[fx.Node], sunk: dict[fx.Node, None]) -> bool:
