@@ -30,16 +30,18 @@ class Table(Protocol):
 
 _ops = torch.ops.freescale
 _tables: WeakValueDictionary[str, Table] = WeakValueDictionary()
+_named: Counter[str] = Counter()
 # How often each was updated: tells, after a step that failed, whether its update had run already.
 updates: Counter[str] = Counter()
 
 
 def register(table: Table, wish: str) -> str:
-    """Give `table` a name near `wish`, free among the tables that are alive."""
-    name, n = wish, 1
-    while name in _tables:
-        n += 1
-        name = f"{wish}#{n}"
+    """Give `table` a name near `wish` that no table of this process has had.
+
+    A name is part of what ranks compare, so it must not depend on when a rank collects its garbage.
+    """
+    _named[wish] += 1
+    name = wish if _named[wish] == 1 else f"{wish}#{_named[wish]}"
     _tables[name] = table
     return name
 

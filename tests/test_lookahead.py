@@ -142,22 +142,28 @@ def test_same_bits_with_and_without(optimizer, world):
         assert 0.5 < found[0.7] < 0.85 and found[1.0] == 1.0, found
 
 
-def _every_subset(optimizer: str):
+def _subsets() -> list[str]:
+    """Every choice of passes, as the flag says it."""
     from freescale.config import PASS_NAMES
 
-    expected = Trainer(optimizer, "none").train(0.3, 25, wrapped=False)
+    chosen = itertools.product((False, True), repeat=len(PASS_NAMES))
+    return [",".join(p for p, on in zip(PASS_NAMES, c, strict=True) if on) or "none" for c in chosen]
+
+
+def _every_subset(optimizer: str):
+    expected = Trainer(optimizer, "none").train(0.3, 20, wrapped=False)
     wrong = []
-    for chosen in itertools.product((False, True), repeat=len(PASS_NAMES)):
-        passes = ",".join(p for p, on in zip(PASS_NAMES, chosen, strict=True) if on) or "none"
+    for passes in _subsets():
         trainer = Trainer(optimizer, passes)
         for wrapped in (False, True):
-            if not same(trainer.train(0.3, 25, wrapped), expected):
+            if not same(trainer.train(0.3, 20, wrapped), expected):
                 wrong.append((passes, wrapped))
         torch._dynamo.reset()
     return wrong
 
 
-@pytest.mark.parametrize("optimizer", ("sgd", pytest.param("rowwise_adagrad", marks=pytest.mark.slow)))
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ("sgd", "rowwise_adagrad"))
 @pytest.mark.timeout(600)
 def test_every_subset_of_passes_gives_the_same_bits(optimizer):
     assert run_ranks(_every_subset, 2, optimizer, timeout=550) == [[], []]
@@ -310,6 +316,32 @@ def _torchrec():
             if value.numel() and "user" not in name and "tiny" not in name:
                 found["eager"] = max(found["eager"], float((rows_ahead[name] - value).abs().max() / value.abs().max()))
     return found
+
+
+def _torchrec_subsets():
+    import freescale
+
+    expected, wrong = None, []
+    for passes in _subsets():
+        torch._dynamo.reset()
+        model = trec.build("mixed", "rowwise_adagrad")
+        options = {"codegen": "eager", "passes": passes}
+        run = torch.compile(model, backend="freescale", fullgraph=True, options=options)
+        batches = [trec.batch(step, dist.get_rank(), none=False) for step in range(10)]
+        losses = trec.train_on(model, run, freescale.LookaheadLoader(batches, run) if expected else batches)
+        got = losses, {**trec.snapshot(model), **optimizer_state(model)}
+        expected = expected or got
+        if not same(got, expected):
+            wrong.append(passes)
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HAS_TORCHREC, reason="TorchRec is not installed")
+def test_every_subset_of_passes_gives_the_same_bits_with_torchrec():
+    """The first, no pass and no look-ahead, is what the others are compared with."""
+    assert run_ranks(_torchrec_subsets, 2, timeout=550) == [[], []]
 
 
 def optimizer_state(model) -> dict[str, torch.Tensor]:

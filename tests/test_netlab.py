@@ -95,7 +95,7 @@ def test_a_failed_rank_ends_the_others_and_an_error_cleans_up():
 def test_signals_clean_up(how):
     sleeps = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
     lab = subprocess.Popen([sys.executable, str(BENCHMARKS / "netlab.py"), "2", "100mbit", *sleeps], stdout=subprocess.PIPE)
-    assert lab.stdout is not None and lab.stdout.readline() == b"up\n"
+    assert lab.stdout is not None and lab.stdout.readline().startswith(b"up")
     lab.send_signal(getattr(signal, how))
     assert lab.wait(30) != 0
     assert f"{netlab._PREFIX}{lab.pid}" not in labs()
@@ -214,4 +214,5 @@ def test_variants_add_one_pass_each_and_end_with_everything():
     }
     step = Step.between(Moment(1.0, 2.0, 3.0, 4.0, 100), Moment(1.5, 2.25, 3.125, 4.5, 300))
     assert (step.step_ms, step.exposed_ms, step.sent) == (500, 125, 200)  # 0.5 s less 0.25 computing, 0.125 queued
-    assert [v.name for v in variants()] == overlap.settings_of(overlap.arguments([]))["variants"]
+    chosen, every = overlap.settings_of(overlap.arguments([]))["variants"], [v.name for v in variants()]
+    assert [name for name in every if name in chosen] == chosen and chosen[-1] == "freescale"
