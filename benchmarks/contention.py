@@ -3,10 +3,13 @@
     python benchmarks/contention.py [--quick] [--json FILE]
 
 One process, several streams. First the proof: every SM is taken by a spinning kernel, threads and shared memory both
-full, and each operation is tried. Then attention, a matrix product and a memory-bound kernel: alone, beside an
-emulation of a kernel-based collective (a kernel on a few blocks that copies device memory at the bytes per second of
-`staged`; it is no collective and has no network), and beside `staged` at full rate, which here sends to itself: the
-same copies and signals over the same link, in both directions. Medians of interleaved runs. Needs CuPy for two kernels.
+full, and each operation is tried. Then HSTU attention (fused, hstu_triton.py), softmax attention, a matrix product and
+a memory-bound kernel: alone, beside an emulation of a kernel-based collective (a kernel on a few blocks that copies
+device memory at the bytes per second of `staged`; it is no collective and has no network), beside plain copies of the
+same bytes (what no transport can go below), and beside `staged` at full rate, which here sends to itself: the same
+copies and signals over the same link, in both directions. Medians of interleaved runs. Needs CuPy for two kernels.
+
+TFLOP/s are those of the products that the definition needs, two forward and five backward, below the diagonal only.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import torch
@@ -24,6 +27,7 @@ import torch.nn.functional as F
 
 from freescale.kernels import staged
 from gpu_machine import machine, quartiles, write
+from hstu_triton import hstu_attention
 
 BLOCKS = (4, 8, 16, 32)
 SHARED = 113 * 1024  # two such blocks of 1024 threads fill an SM
@@ -144,42 +148,47 @@ def discard(_: Any) -> None:
     pass
 
 
-def flash(batch: int, length: int) -> Callable[[], None]:
-    inputs = [torch.randn(batch, 8, length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    *qkv, grad = inputs
-    for t in qkv:
-        t.requires_grad_()
-
-    def attention() -> None:
-        torch.autograd.grad(F.scaled_dot_product_attention(*qkv, is_causal=True), qkv, grad)
-
-    return attention
+class Work(NamedTuple):
+    run: Callable[[], None]
+    flops: float | None = None  # of attention
 
 
-def unfused_hstu(batch: int, length: int) -> Callable[[], None]:
-    """The example's formula, compiled: the matrix of scores goes through device memory."""
+def attention(batch: int, length: int, function: Callable[..., torch.Tensor]) -> Work:
+    """Forward and backward of 8 heads of 64."""
     *qkv, grad = (torch.randn(batch, 8, length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    mask = torch.ones(length, length, device="cuda", dtype=torch.bool).tril()
     for t in qkv:
         t.requires_grad_()
+    product = 2 * batch * 8 * length**2 / 2 * 64
+    return Work(lambda: discard(torch.autograd.grad(function(*qkv), qkv, grad)), 7 * product)
+
+
+def softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def unfused_hstu(length: int) -> Callable[..., torch.Tensor]:
+    """The example's formula, compiled: the matrix of scores goes through device memory."""
+    mask = torch.ones(length, length, device="cuda", dtype=torch.bool).tril()
 
     @torch.compile(dynamic=False)
     def hstu(q, k, v):
         return (F.silu(q @ k.transpose(-1, -2) / 8) * mask / length) @ v
 
-    return lambda: discard(torch.autograd.grad(hstu(*qkv), qkv, grad))
+    return hstu
 
 
-def workloads() -> dict[str, Callable[[], None]]:
+def workloads() -> dict[str, Work]:
     a, b, c = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     x = torch.randn(256 << 20, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
     return {
-        "attention, fused, length 2048, fwd + bwd": flash(8, 2048),
-        "attention, fused, length 8192, fwd + bwd": flash(4, 8192),
-        "HSTU formula, not fused, 2048, fwd + bwd": unfused_hstu(8, 2048),
-        "matrix product 8192^3": lambda: discard(torch.mm(a, b, out=c)),
-        "memory-bound (scale 512 MiB)": lambda: discard(torch.mul(x, 1.5, out=y)),
+        "attention, HSTU fused, length 2048, fwd + bwd": attention(8, 2048, hstu_attention),
+        "attention, HSTU fused, length 8192, fwd + bwd": attention(4, 8192, hstu_attention),
+        "softmax attention (SDPA), length 2048, fwd + bwd": attention(8, 2048, softmax),
+        "softmax attention (SDPA), length 8192, fwd + bwd": attention(4, 8192, softmax),
+        "HSTU formula, not fused, 2048, fwd + bwd": attention(8, 2048, unfused_hstu(2048)),
+        "matrix product 8192^3": Work(lambda: discard(torch.mm(a, b, out=c))),
+        "memory-bound (scale 512 MiB)": Work(lambda: discard(torch.mul(x, 1.5, out=y))),
     }
 
 
@@ -232,8 +241,7 @@ class Beside:
             return None
         if what == "plain copies":
             return self.plain()
-        if what.startswith("staged"):
-            self.transport.lag = self.transport.sizes.slots // 2 if "lag" in what else 0
+        if what == "staged":
             return self.staged()
         return self.copy_kernel(int(what.split()[-1]))
 
@@ -289,7 +297,7 @@ def pcie_both_ways(nbytes: int = 256 << 20) -> float:
 def compare(beside: Beside, turns: int, kinds: list[str], alone_rates: dict[str, float]) -> list[dict[str, Any]]:
     rows = []
     seconds_of_transfer = beside.nbytes / beside.rate
-    for name, work in workloads().items():
+    for name, (work, flops) in workloads().items():
         for _ in range(3):
             work()
         once = sorted(sample(work, 5, beside, "alone")[0] for _ in range(3))[1]
@@ -306,18 +314,25 @@ def compare(beside: Beside, turns: int, kinds: list[str], alone_rates: dict[str,
             row |= {"kept": alone[0] / middle, "runs_per_sample": times, "samples": turns}
             row |= {"transfer_gb_per_s": rate, "transfer_kept": rate / alone_rates[kind] if rate else None}
             row["covered"] = sum(c for _, _, c in found[kind]) / turns
+            row["tflop_per_s"] = flops / middle / 1e12 if flops and kind == "alone" else None
             rows.append(row)
     return rows
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"\n{'work':44} {'beside':22} {'ms':>8} {'kept':>7} {'transfer GB/s':>13} {'kept':>6} {'covered':>7}")
+    last = f"{'kept':>6} {'covered':>7} {'TFLOP/s':>7}"
+    print(f"\n{'work':48} {'beside':22} {'ms':>8} {'kept':>7} {'transfer GB/s':>13} {last}")
     for r in rows:
         kept = f"{r['transfer_kept']:.1%}" if r["transfer_kept"] else "-"
+        speed = f"{r['tflop_per_s']:.0f}" if r["tflop_per_s"] else ""
         print(
-            f"{r['work']:44} {r['beside']:22} {r['ms']:>8.3f} {r['kept']:>7.1%} {r['transfer_gb_per_s']:>13.1f} "
-            f"{kept:>6} {r['covered']:>7.0%}"
+            f"{r['work']:48} {r['beside']:22} {r['ms']:>8.3f} {r['kept']:>7.1%} {r['transfer_gb_per_s']:>13.1f} "
+            f"{kept:>6} {r['covered']:>7.0%} {speed:>7}".rstrip()
         )
+
+
+def worst_kept(rows: list[dict[str, Any]], work: str, beside: str) -> float:
+    return min(r["kept"] for r in rows if r["work"].startswith(work) and r["beside"] == beside)
 
 
 def main() -> None:
@@ -335,15 +350,15 @@ def main() -> None:
     beside.rate = alone_rates["staged"] * 1e9
     blocks = BLOCKS if not args.quick else (8, 32)
     kernels = [f"copy kernel, blocks: {n}" for n in blocks]
-    engines = ["plain copies", "staged with a lag"]
-    for name in (*kernels, *engines):
+    for name in (*kernels, "plain copies"):
         alone_rates[name] = transfer_alone(beside, name)
     print(f"\nPCIe, both ways at once: {link:.1f} GB/s in each; staged alone: {alone_rates['staged']:.1f}")
-    rows = compare(beside, 5 if args.quick else 21, ["alone", *kernels, *engines, "staged"], alone_rates)
+    rows = compare(beside, 5 if args.quick else 21, ["alone", *kernels, "plain copies", "staged"], alone_rates)
     show(rows)
-    kept = {r["work"]: r["kept"] for r in rows if r["beside"] == "staged"}
     headlines = {
-        "attention_kept_beside_staged": min(v for name, v in kept.items() if name.startswith("attention")),
+        "attention_kept_beside_staged": worst_kept(rows, "attention, HSTU fused", "staged"),
+        "attention_kept_beside_plain_copies": worst_kept(rows, "attention, HSTU fused", "plain copies"),
+        "sdpa_kept_beside_staged": worst_kept(rows, "softmax attention", "staged"),
         "staged_alone_share_of_pcie": alone_rates["staged"] / link,
     }
     print("\n" + "\n".join(f"{name}: {value:.4f}" for name, value in headlines.items()))
