@@ -98,7 +98,7 @@ class Balancer:
     ) -> None:
         self.options, self.cost, self.features, self.group, self.stats = options, cost, features, group, stats
         self._share: _Share | None = None
-        self._moved: dict[int, Moved] = {}  # by the number of the batch, until it is handed out
+        self._moved: dict[int, tuple[Moved, batches.Ready]] = {}  # by the number of the batch, until it is handed out
         self._ended: dict[int, meter.Ended | None] = {}  # steps of this rank that nobody has heard of
         self._open: dict[int, tuple[dict[str, Any], np.ndarray]] = {}  # steps whose times are not known
         self._told = False
@@ -106,9 +106,12 @@ class Balancer:
     # -- the user's thread ---------------------------------------------------------------------------------------
 
     def take(self, number: int, ended: meter.Ended | None) -> Moved:
-        """Batch `number` goes to the user; the step before it, if it trained, took as long as `ended` says."""
+        """Batch `number` goes to the user, whose streams wait for it; the step before it, if it trained, took as long
+        as `ended` says."""
         self._ended[number - 1] = ended
-        return self._moved.pop(number)
+        moved, ready = self._moved.pop(number)
+        ready.wait()
+        return moved
 
     # -- the loader's thread -------------------------------------------------------------------------------------
 
@@ -146,7 +149,7 @@ class Balancer:
             batch = share.cut.build(
                 columns.exchange(share.cut.columns, found.rank[home == me], arriving, self.group)
             )
-        self._moved[share.number] = Moved(torch.from_numpy(origin), weights)
+        self._moved[share.number] = Moved(torch.from_numpy(origin), weights), batches.Ready(batch)
         self._note(share.number, found, home, numbers[2], began)
         return batch
 
@@ -289,9 +292,7 @@ def send_home(outputs: Any, origin: torch.Tensor, group: dist.ProcessGroup) -> A
     arriving = np.array([s[2 + group.rank()] for s in said])
     place = Column("position", ("position",), None, (torch.from_numpy(position.copy()),), cut.samples)
     *came, places = columns.exchange([*cut.columns, place], rank, arriving, group)
-    result = cut.build(columns.select(came, np.argsort(places.rows[0].numpy(), kind="stable")))
-    device = next((t.device() if batches.is_kjt(t) else t.device for t in batches.leaves(outputs)), torch.device("cpu"))
-    return batches.move(result, device)
+    return cut.build(columns.select(came, np.argsort(places.rows[0].numpy(), kind="stable")))
 
 
 def _refuse(said: list[list[int]], text: str, failure: Exception | None, group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Batches of any structure: find the ids that the exchanges need, move everything to a device.
+"""Batches of any structure: find the ids that the exchanges need, move everything to a device or what is needed back.
 
 A batch is a tensor, a KeyedJaggedTensor, or a dict, list, tuple or dataclass of batches. A feature is a key of a
 KeyedJaggedTensor, or a dict key or field name whose value is an integer tensor.
@@ -62,17 +62,19 @@ def features(batch: Any, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
     """The ids of each wanted feature, on the CPU. An error names the feature that is missing or there twice."""
     wanted = list(dict.fromkeys(wanted))
     found: dict[str, torch.Tensor] = {}
+    places = list(_named("", batch, wanted))
+    host = _ids_on_host([x for _, x in places])
     splits: dict[int, dict[str, torch.Tensor]] = {}
-    for name, x in _named("", batch, wanted):
+    for name, x in places:
         if name in found:
             raise ValueError(f"freescale: feature {name!r} is in the batch twice; which one to plan cannot be told")
         if is_kjt(x):
-            splits[id(x)] = splits.get(id(x)) or _split(x)
-            found[name] = splits[id(x)][name].cpu()
+            splits[id(x)] = splits.get(id(x)) or _split(x.keys(), *host[id(x)])
+            found[name] = splits[id(x)][name]
         elif x.dim() != 1:
             raise ValueError(f"freescale: feature {name!r} must be a tensor of 1 dimension, found {x.dim()}")
         else:
-            found[name] = x.cpu()
+            (found[name],) = host[id(x)]
     missing = [w for w in wanted if w not in found]
     if missing:
         raise ValueError(
@@ -82,11 +84,17 @@ def features(batch: Any, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _split(kjt: Any) -> dict[str, torch.Tensor]:
+def _ids_on_host(holders: Sequence[Any]) -> dict[int, list[torch.Tensor]]:
+    """By the id() of each holder, its ids; and the lengths of a KeyedJaggedTensor."""
+    parts = {id(x): [x.values(), x.lengths()] if is_kjt(x) else [x] for x in holders}
+    host = iter(to_host([t for tensors in parts.values() for t in tensors]))
+    return {key: [next(host) for _ in tensors] for key, tensors in parts.items()}
+
+
+def _split(keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
     """Values per key; also for a batch without samples, which KJT.to_dict refuses."""
-    keys, lengths = kjt.keys(), kjt.lengths().cpu()
     counts = lengths.view(len(keys), lengths.shape[0] // len(keys)).sum(1).tolist()
-    return dict(zip(keys, torch.split(kjt.values(), counts), strict=True))
+    return dict(zip(keys, torch.split(values, counts), strict=True))
 
 
 def structure(x: Any) -> str:
@@ -112,6 +120,46 @@ def move(x: Any, device: torch.device) -> Any:
             return x
         return (x.pin_memory() if at.type == "cpu" else x).to(device, non_blocking=True)
     return rebuild(x, lambda child: move(child, device))
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors on the CPU. This thread waits once for each device they are on, for its current stream there."""
+    host, streams = [], {}
+    for t in tensors:
+        if t.is_cuda:
+            streams[t.device] = torch.cuda.current_stream(t.device)
+            t = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True)
+        host.append(t.cpu())
+    for stream in streams.values():
+        stream.synchronize()
+    return host
+
+
+class Ready:
+    """A batch that one thread has made on its streams. Another one that uses it calls `wait` first."""
+
+    def __init__(self, batch: Any) -> None:
+        self._tensors = [t for t in _tensors(batch) if t.is_cuda]
+        self._streams = {t.device: torch.cuda.current_stream(t.device) for t in self._tensors}
+        self._events = {device: stream.record_event() for device, stream in self._streams.items()}
+
+    def wait(self) -> None:
+        """The current streams wait; memory that the batch leaves is not used again before they have used it."""
+        for device, event in self._events.items():
+            here = torch.cuda.current_stream(device)
+            if here != self._streams[device]:
+                here.wait_event(event)
+                for t in self._tensors:
+                    if t.device == device:
+                        t.record_stream(here)
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    for x in leaves(batch):
+        if is_kjt(x):
+            yield from (t for t in (x.values(), x.lengths(), x.weights_or_none()) if t is not None)
+        else:
+            yield x
 
 
 def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:

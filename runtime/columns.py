@@ -1,7 +1,8 @@
-"""The data of a batch as columns that are cut by sample: select samples, or send them to other ranks. On the CPU.
+"""The data of a batch as columns that are cut by sample: select samples, or send them to other ranks.
 
 A column knows how many rows each sample has; a dense tensor has one. All columns of a batch travel together: one
-all-to-all of lengths, then one of bytes. What stays on its rank is not sent. What a batch looks like is in moving.py.
+all-to-all of lengths, then one of bytes. What stays on its rank is not sent. Tensors on a device stay there, the
+messages are on the CPU: see device_columns.py. What a batch looks like is in moving.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from freescale.runtime import batches
+from freescale.runtime.device_columns import Travel
+
 
 @dataclass(frozen=True)
 class Column:
@@ -21,7 +25,7 @@ class Column:
 
     name      where it is in the batch
     keys      the features in it, in the order of their rows
-    lengths   rows of each feature and sample, [keys, samples]; None: one feature, one row per sample
+    lengths   rows of each feature and sample, [keys, samples], on the CPU; None: one feature, one row per sample
     rows      tensors of so many rows each (values, and weights if there are any): by feature, then by sample
     samples   how many
     """
@@ -62,7 +66,7 @@ def _selected(c: Column, chosen: np.ndarray) -> Column:
     if c.lengths is not None:
         lengths = c.lengths[:, chosen]
         index = _spans(_starts(c.lengths)[:, chosen].ravel(), lengths.ravel())
-    rows = tuple(r.index_select(0, torch.from_numpy(index)) for r in c.rows)
+    rows = tuple(r.index_select(0, batches.move(torch.from_numpy(index), r.device)) for r in c.rows)
     return replace(c, lengths=lengths, rows=rows, samples=len(chosen))
 
 
@@ -76,17 +80,49 @@ def exchange(
     """
     order, leaving = np.argsort(to, kind="stable"), np.bincount(to, minlength=group.size())
     lengths = _exchange_lengths(columns, order, leaving, arriving, group)
+    before = _by_tensor(columns, [c.lengths for c in columns], len(to))
+    after = _by_tensor(columns, lengths, int(arriving.sum()))
     outgoing = [pieces for c in columns for pieces in _by_rank(c, order, leaving)]
+    travels = _travels(columns, group)
+    for travel, numbers in travels:
+        for i, pieces in zip(numbers, travel.pack([before[i] for i in numbers], to), strict=True):
+            outgoing[i] = pieces
     expected = [
         (_rows_by_rank(counts, arriving) * _row_bytes(r)).tolist()
         for c, counts in zip(columns, lengths, strict=True)
         for r in c.rows
     ]
-    arrived = iter(_exchange_bytes(outgoing, expected, group))
+    arrived = _exchange_bytes(outgoing, expected, group)
+    made: dict[int, torch.Tensor] = {}
+    for travel, numbers in travels:
+        rows = travel.unpack([after[i] for i in numbers], arriving, [arrived[i] for i in numbers])
+        made.update(zip(numbers, rows, strict=True))
+    tensors = iter(range(len(arrived)))
     return [
-        _put_together(c, counts, [torch.cat(next(arrived)) for _ in c.rows], arriving)
+        _put_together(c, counts, [made.get(i, arrived[i]) for _, i in zip(c.rows, tensors, strict=False)], arriving)
         for c, counts in zip(columns, lengths, strict=True)
     ]
+
+
+def _on_device(rows: torch.Tensor) -> bool:
+    """Is it packed where it is?"""
+    return rows.device.type != "cpu"
+
+
+def _travels(columns: Sequence[Column], group: dist.ProcessGroup) -> list[tuple[Travel, list[int]]]:
+    """For each device, what takes its tensors to other ranks, and which ones these are among all of the columns."""
+    tensors = [r for c in columns for r in c.rows]
+    of_device: dict[torch.device, list[int]] = {}
+    for i, r in enumerate(tensors):
+        if _on_device(r):
+            of_device.setdefault(r.device, []).append(i)
+    return [(Travel([tensors[i] for i in mine], group.rank(), group.size()), mine) for mine in of_device.values()]
+
+
+def _by_tensor(columns: Sequence[Column], lengths: Sequence[np.ndarray | None], samples: int) -> list[np.ndarray]:
+    """Rows of each feature and sample, for each tensor of the columns."""
+    dense = np.ones((1, samples), np.int64)
+    return [dense if n is None else n for c, n in zip(columns, lengths, strict=True) for _ in c.rows]
 
 
 def _exchange_bytes(
@@ -123,7 +159,12 @@ def _exchange_lengths(
 
 
 def _by_rank(c: Column, order: np.ndarray, leaving: np.ndarray) -> list[list[torch.Tensor]]:
-    """For each tensor of the column, for each rank, the bytes that go there: by feature, then by sample."""
+    """For each tensor of the column, for each rank, the bytes that go there: by feature, then by sample.
+
+    Nothing for those that are packed on their device.
+    """
+    if all(map(_on_device, c.rows)):
+        return [[] for _ in c.rows]
     if c.lengths is None:
         index, per_rank = torch.from_numpy(order), leaving
     else:
@@ -132,22 +173,30 @@ def _by_rank(c: Column, order: np.ndarray, leaving: np.ndarray) -> list[list[tor
         starts = _starts(c.lengths)[:, order].ravel()[segments]
         index, per_rank = torch.from_numpy(_spans(starts, counts.ravel()[segments])), _rows_by_rank(counts, leaving)
     return [
-        list(_as_bytes(r.index_select(0, index)).split((per_rank * _row_bytes(r)).tolist())) for r in c.rows
+        [] if _on_device(r) else _as_bytes(r.index_select(0, index)).split((per_rank * _row_bytes(r)).tolist())
+        for r in c.rows
     ]
 
 
-def _put_together(c: Column, counts: np.ndarray | None, joined: list[torch.Tensor], arriving: np.ndarray) -> Column:
-    """The column from what arrived by rank, then by feature, then by sample."""
+def _put_together(
+    c: Column, counts: np.ndarray | None, arrived: Sequence[torch.Tensor | list[torch.Tensor]], arriving: np.ndarray
+) -> Column:
+    """The column from the bytes that arrived by rank, then by feature, then by sample; or from tensors made of them."""
     samples = int(arriving.sum())
     total = samples if counts is None else int(counts.sum())
-    rows = [t.view(like.dtype).view(total, *like.shape[1:]) for t, like in zip(joined, c.rows, strict=True)]
-    if counts is not None and len(c.keys) > 1:
+    index = None
+    if counts is not None and len(c.keys) > 1 and any(isinstance(t, list) for t in arrived):
         segments = _segments(len(c.keys), arriving)
         came = counts.ravel()[segments]
         starts = np.empty_like(came)
         starts[segments] = np.cumsum(came) - came
         index = torch.from_numpy(_spans(starts, counts.ravel()))
-        rows = [r.index_select(0, index) for r in rows]
+    rows = []
+    for t, like in zip(arrived, c.rows, strict=True):
+        if isinstance(t, list):
+            t = torch.cat(t).view(like.dtype).view(total, *like.shape[1:])
+            t = t if index is None else t.index_select(0, index)
+        rows.append(t)
     return replace(c, lengths=counts, rows=tuple(rows), samples=samples)
 
 

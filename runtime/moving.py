@@ -4,6 +4,8 @@ Cut by sample are KeyedJaggedTensors, tensors and numeric arrays [samples, ...],
 objects, one per sample (words, dicts; these are pickled). A tensor of 1 dimension `x` beside `x_lengths` [samples] or
 `x_offsets` [samples + 1] in a dict, dataclass or named tuple is jagged. Numbers, words, None and tensors of 0
 dimensions say something of the batch as a whole and stay as they are. Anything else is an error that names it.
+
+Rows stay on their device, lengths come to the CPU; each part of the new batch is on the device where the old one was.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import enum
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,8 @@ from freescale.runtime.columns import Column
 from freescale.runtime.problem import BalanceError
 
 Build = Callable[[Sequence[Column]], Any]
+# What may be lengths or offsets, by its id(), with its copy on the CPU: all come from the device at once.
+_OnHost = dict[int, tuple[torch.Tensor, torch.Tensor]]
 _KEPT = (bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, enum.Enum, type(None))
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -41,7 +45,7 @@ class Cut:
 
 def cut(batch: Any) -> Cut:
     """An error names what is not cut by sample, or has more or fewer samples than the rest of the batch."""
-    reading = _Reading()
+    reading = _Reading(_lengths_on_host(batch))
     build = reading.read("", batch)
     if not reading.columns:
         raise BalanceError(
@@ -62,7 +66,8 @@ def lengths_of(found: Cut, features: Sequence[str]) -> dict[str, np.ndarray]:
 class _Reading:
     """Columns of a batch while it is walked through; `read` returns how to build its twin."""
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: _OnHost) -> None:
+        self._lengths = lengths
         self.columns: list[Column] = []
         self._certain: list[int] = []  # columns that say themselves how many samples there are
 
@@ -100,6 +105,10 @@ class _Reading:
             f"{wrong[0].keys[0] + '_lengths'!r} beside them"
         )
 
+    def _on_host(self, lengths: torch.Tensor) -> torch.Tensor:
+        _, found = self._lengths.get(id(lengths), (lengths, None))
+        return lengths.detach().cpu() if found is None else found
+
     # -- kinds of leaves -----------------------------------------------------------------------------------------
 
     def _add(self, column: Column, certain: bool = False) -> int:
@@ -109,7 +118,8 @@ class _Reading:
         return len(self.columns) - 1
 
     def _kjt(self, name: str, x: Any) -> Build:
-        keys, lengths = tuple(x.keys()), x.lengths().detach().cpu()
+        keys, given = tuple(x.keys()), x.lengths()
+        lengths = self._on_host(given)
         shown = ", ".join(map(repr, keys))
         for method, what in (("variable_stride_per_key", "batch sizes that differ by feature"),
                              ("inverse_indices_or_none", "inverse indices")):  # fmt: skip
@@ -128,13 +138,13 @@ class _Reading:
         samples = lengths.shape[0] // len(keys)
         counts = lengths.view(len(keys), samples).numpy().astype(np.int64)
         weights = x.weights_or_none()
-        rows = tuple(t.detach().cpu() for t in (x.values(), weights) if t is not None)
+        rows = tuple(t.detach() for t in (x.values(), weights) if t is not None)
         _must_add_up(shown, counts, rows[0])
         at = self._add(Column(name or "batch", keys, counts, rows, samples), certain=True)
 
         def build(columns: Sequence[Column]) -> Any:
             c = columns[at]
-            new = torch.from_numpy(np.ascontiguousarray(c.counts().ravel())).to(lengths.dtype)
+            new = _like(given, c.counts().ravel())
             more = {} if weights is None else {"weights": c.rows[1]}
             return type(x)(keys=list(keys), values=c.rows[0], lengths=new, **more)
 
@@ -145,7 +155,7 @@ class _Reading:
             raise BalanceError(f"freescale: {_shown(name)} is a tensor of layout {x.layout}, which cannot be cut")
         if x.dim() == 0:
             return lambda columns: x
-        at = self._add(Column(name or "batch", (_last(name),), None, (x.detach().cpu(),), x.shape[0]))
+        at = self._add(Column(name or "batch", (_last(name),), None, (x.detach(),), x.shape[0]))
         return lambda columns: columns[at].rows[0]
 
     def _array(self, name: str, x: np.ndarray) -> Build:
@@ -196,7 +206,7 @@ class _Reading:
         builds: dict[str, Build] = {}
         counts = None
         for name, t in beside.items():
-            given = t.detach().cpu().numpy().astype(np.int64)
+            given = self._on_host(t).numpy().astype(np.int64)
             offsets = name.endswith("_offsets")
             if offsets and (len(given) == 0 or given[0] != 0):
                 raise BalanceError(f"freescale: {name!r} must begin with 0; found {given[:1].tolist() or 'nothing'}")
@@ -206,7 +216,7 @@ class _Reading:
             counts = mine
         assert counts is not None
         _must_add_up(repr(part), counts[None], x)
-        at = self._add(Column(path, (part,), counts[None], (x.detach().cpu(),), len(counts)), certain=True)
+        at = self._add(Column(path, (part,), counts[None], (x.detach(),), len(counts)), certain=True)
         builds[part] = lambda columns: columns[at].rows[0]
         for name, t in beside.items():
             builds[name] = _lengths_like(t, at, name.endswith("_offsets"))
@@ -216,10 +226,30 @@ class _Reading:
 def _lengths_like(t: torch.Tensor, at: int, offsets: bool) -> Build:
     def build(columns: Sequence[Column]) -> torch.Tensor:
         new = columns[at].counts()[0]
-        new = np.concatenate(([0], np.cumsum(new))) if offsets else np.ascontiguousarray(new)
-        return torch.from_numpy(new).to(t.dtype)
+        return _like(t, np.concatenate(([0], np.cumsum(new))) if offsets else new)
 
     return build
+
+
+def _like(t: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
+    """Whole numbers, of the type and on the device of t."""
+    return batches.move(torch.from_numpy(numbers.copy()).to(t.dtype), t.device)
+
+
+def _lengths_on_host(batch: Any) -> _OnHost:
+    found = list(_may_be_lengths("", batch))
+    return {id(t): (t, host) for t, host in zip(found, batches.to_host(found), strict=True)}
+
+
+def _may_be_lengths(name: str, x: Any) -> Iterator[torch.Tensor]:
+    if batches.is_kjt(x):
+        yield x.lengths()
+    elif _whole(x):
+        if name.endswith(("_lengths", "_offsets")):
+            yield x
+    else:
+        for part, child in batches.children(x):
+            yield from _may_be_lengths(part, child)
 
 
 def _must_add_up(shown: str, counts: np.ndarray, values: torch.Tensor) -> None:
