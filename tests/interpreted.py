@@ -1,7 +1,7 @@
 """Triton kernels on the CPU, in Triton's interpreter.
 
 The interpreter must be chosen before Triton is imported, so the cases of a test file run in a process of their own: the
-file itself, as a program (`run_cases`), started once by `outcomes`.
+file itself, as a program (`run_cases`), started once for all of its tests (`in_the_interpreter`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,27 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def outcomes(file: str) -> dict[str, str]:
+def in_the_interpreter(file: str, cases: Sequence[Callable[[str], None]]) -> Callable[..., None]:
+    """The test that each case of the file holds there."""
+
+    @pytest.mark.skipif(not HAS_TRITON, reason="no triton")
+    @pytest.mark.parametrize("case", [case.__name__ for case in cases])
+    def test(case: str) -> None:
+        said = _outcomes(file)[case]
+        assert said == "ok", said
+
+    return test
+
+
+@cache
+def _outcomes(file: str) -> dict[str, str]:
     """For each case of the test file "ok", or why not."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=280)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.kernels import dispatch as d
-from interpreted import HAS_TRITON, outcomes, run_cases
+from interpreted import in_the_interpreter, run_cases
 
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 MIXED = (  # type, shape of an entry, most entries of a sample
@@ -86,17 +86,7 @@ def random_batches(device: str) -> None:
 
 
 CASES = [all_kinds_of_features, nothing_to_send, long_and_single_entries_side_by_side, random_batches]
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> dict[str, str]:
-    return outcomes(__file__)
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="no triton")
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
-def test_in_the_interpreter(interpreter, case):
-    assert interpreter[case.__name__] == "ok", interpreter[case.__name__]
+test_in_the_interpreter = in_the_interpreter(__file__, CASES)
 
 
 # ---- definitions ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.library import opcheck
 import freescale.kernels  # noqa: F401
 from freescale.kernels import reference, rows
 from freescale.runtime.native import ShardedEmbedding
-from interpreted import HAS_TRITON, outcomes, run_cases
+from interpreted import in_the_interpreter, run_cases
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -158,17 +158,7 @@ CASES = [
     low_precision_is_rounded_once,
     random_segments,
 ]
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> dict[str, str]:
-    return outcomes(__file__)
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="no triton")
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
-def test_in_the_interpreter(interpreter, case):
-    assert interpreter[case.__name__] == "ok", interpreter[case.__name__]
+test_in_the_interpreter = in_the_interpreter(__file__, CASES)
 
 
 # ---- definitions and ops -------------------------------------------------------------------------------------------
