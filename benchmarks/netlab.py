@@ -247,6 +247,7 @@ def main() -> int:
     if len(sys.argv) < 4:
         print("usage: netlab.py RANKS RATE COMMAND...   (RATE as in 400mbit, or none)", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
     ranks, text, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     wanted = None if text == "none" else parse_rate(text)
     with Lab(ranks) as lab:

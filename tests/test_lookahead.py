@@ -112,32 +112,35 @@ def same(a, b) -> bool:
 SHARES = (0.0, 0.12, 0.7, 1.0)
 
 
-def _exact(optimizer: str):
-    """200 steps of look-ahead against 200 plain ones; 30 of every other combination."""
+def _exact(optimizer: str, steps: int, few: int):
+    """`steps` of look-ahead against as many plain ones; a few of every other combination."""
     plain = Trainer(optimizer, passes="none")
-    expected = {(share, n): plain.train(share, n, wrapped=False) for share in SHARES for n in (200, 30)}
-    assert compilations() == 1 and expected[0.12, 200][0][0] != expected[0.12, 200][0][-1]
-    assert all(same(plain.train(share, 30, wrapped=True), expected[share, 30]) for share in SHARES)
+    expected = {(share, n): plain.train(share, n, wrapped=False) for share in SHARES for n in (steps, few)}
+    assert compilations() == 1 and expected[0.12, steps][0][0] != expected[0.12, steps][0][-1]
+    assert all(same(plain.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
     assert compilations() == 2  # one graph without a plan, one with
     ahead, collisions = Trainer(optimizer), {}
     for share in SHARES:
-        got = ahead.train(share, 200, wrapped=True)
-        assert same(got, expected[share, 200]), share
+        got = ahead.train(share, steps, wrapped=True)
+        assert same(got, expected[share, steps]), share
         items = [s for s in got[2] if s["exchange"].startswith("item") and s["step"] > 0]
         collisions[share] = sum(s["colliding_rows"] for s in items) / sum(s["unique_rows"] for s in items)
-    assert all(same(ahead.train(share, 30, wrapped=False), expected[share, 30]) for share in SHARES)
+    assert all(same(ahead.train(share, few, wrapped=False), expected[share, few]) for share in SHARES)
     assert compilations() <= 2
     closed = Trainer(optimizer, passes="-split_exchanges")
-    assert all(same(closed.train(share, 30, wrapped=True), expected[share, 30]) for share in SHARES)
+    assert all(same(closed.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
     return collisions
 
 
-@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.slow)))
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("world, steps", ((2, 60), pytest.param(2, 200, marks=slow), pytest.param(4, 200, marks=slow)))
 @pytest.mark.parametrize("optimizer", ("sgd", "rowwise_adagrad"))
 @pytest.mark.timeout(600)
-def test_same_bits_with_and_without(optimizer, world):
+def test_same_bits_with_and_without(optimizer, world, steps):
     """At unique-row collision rates of 0%, about 12%, about 70% and 100%."""
-    for found in run_ranks(_exact, world, optimizer, timeout=550):
+    for found in run_ranks(_exact, world, optimizer, steps, steps // 6, timeout=550):
         assert found[0.0] == 0.0 and 0.02 < found[0.12] < 0.25
         assert 0.5 < found[0.7] < 0.85 and found[1.0] == 1.0, found
 
@@ -279,20 +282,27 @@ def test_bytes_on_the_wire_follow_the_law():
     assert exposed < 0.75 * synchronous
 
 
+EVERY_LAYOUT = tuple(itertools.product(("row_wise", "mixed"), ("sgd", "rowwise_adagrad")))
+
+
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
-@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("world, layouts", (
+    (2, (("row_wise", "sgd"), ("mixed", "rowwise_adagrad"))),
+    pytest.param(2, EVERY_LAYOUT, marks=slow),
+    pytest.param(4, EVERY_LAYOUT, marks=slow),
+), ids=("2-two", "2-all", "4-all"))  # fmt: skip
 @pytest.mark.timeout(600)
-def test_torchrec_tables_with_look_ahead(world):
-    for found in run_ranks(_torchrec, world, timeout=550):
+def test_torchrec_tables_with_look_ahead(world, layouts):
+    for found in run_ranks(_torchrec, world, layouts, timeout=550):
         assert found["bits"] and found["eager"] <= 1e-6 and found["compilations"] <= 2, found
 
 
-def _torchrec():
+def _torchrec(layouts):
     import freescale
     import freescale.backend as backend
 
     found = {"bits": True, "eager": 0.0, "compilations": 0}
-    for layout, optimizer in itertools.product(("row_wise", "mixed"), ("sgd", "rowwise_adagrad")):
+    for layout, optimizer in layouts:
         none = layout != "mixed"
         eager = trec.build(layout, optimizer)
         expected = trec.train(eager, eager, 20, none=none)

@@ -96,8 +96,12 @@ def _all_cases(dtype, codegen):
     return [train(sharding, optimizer, dtype, codegen)[:2] for sharding, optimizer in CASES]
 
 
-@pytest.mark.parametrize("world", (2, 4))
-@pytest.mark.parametrize("dtype, tolerance", ((torch.float32, 1e-6), (torch.float64, 1e-12)), ids=("f32", "f64"))
+@pytest.mark.parametrize("world, dtype, tolerance", (
+    (2, torch.float32, 1e-6),
+    (4, torch.float64, 1e-12),
+    pytest.param(2, torch.float64, 1e-12, marks=pytest.mark.slow),
+    pytest.param(4, torch.float32, 1e-6, marks=pytest.mark.slow),
+), ids=("f32-2", "f64-4", "f64-2", "f32-4"))  # fmt: skip
 def test_equals_one_plain_process(world, dtype, tolerance):
     ranks = run_ranks(_all_cases, world, dtype, "eager")
     for case, (sharding, optimizer) in enumerate(CASES):
