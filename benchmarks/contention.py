@@ -99,7 +99,7 @@ class ZeroSm:
             "staged: copy in, slot to device": lambda: d.copy_in(b, self.slot, self.piece, s),
             "staged: signal, word of host memory": lambda: d.write(self.host_word.data_ptr(), 7, s),
             "staged: stream wait, word of host memory": lambda: d.wait(self.host_word.data_ptr(), 7, s),
-            "staged: event between two streams": lambda: d.after(self.stream, d.mark(self.transport.streams[0][0])),
+            "staged: event between two streams": lambda: d.after(self.stream, d.mark(self.transport.streams[0][0][0])),
             "staged: a whole all-to-all of 64 MiB": self.exchange,
             "peer: signal, word of device memory": lambda: d.write(word, 7, s),
             "peer: stream wait, word of device memory": lambda: d.wait(word, 7, s),
@@ -207,7 +207,7 @@ class Beside:
 
     def staged(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        outwards = torch.cuda.ExternalStream(self.transport.streams[1][0])
+        outwards = torch.cuda.ExternalStream(self.transport.streams[1][0][0])
         start.record(outwards)
         with torch.cuda.stream(self.stream):
             wait(self.transport.launch(self.data, self.rows, self.rows, int(self.rows), 1))
@@ -228,7 +228,7 @@ class Beside:
     def plain(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """The same bytes by one copy in each direction, without pieces or signals: what no transport can go below."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        driver, (outwards, inwards) = self.transport.driver, self.transport.streams[2]
+        driver, ((outwards, _), (inwards, _)) = self.transport.driver, self.transport.streams[2]
         start.record(torch.cuda.ExternalStream(outwards))
         driver.copy_out(self.host.data_ptr(), self.data.data_ptr(), self.nbytes, outwards)
         driver.copy_in(self.to.data_ptr(), self.host.data_ptr() + self.nbytes, self.nbytes, inwards)

@@ -205,7 +205,7 @@ def main() -> None:
         for world in WORLDS if not args.quick else WORLDS[:1]:
             with tempfile.TemporaryDirectory() as folder:
                 results = context.SimpleQueue()
-                pieces = [1 << 20, 2 << 20, 4 << 20, 8 << 20] if world == 2 and not args.quick else []
+                pieces = [1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20] if world == 2 and not args.quick else []
                 arguments = (world, f"{folder}/store", args.quick, pieces, results)
                 ranks = [context.Process(target=rank_main, args=(r, *arguments)) for r in range(world)]
                 for r in ranks:
@@ -249,11 +249,14 @@ def show(found: dict[str, Any]) -> None:
 def finish(worlds: list[dict[str, Any]], described: dict[str, Any], under_mps: bool, path: str | None) -> None:
     rows = [(w["pcie_gb_per_s"]["both_ways"], r) for w in worlds for r in w["rows"] if r["mb_per_rank"] >= 32]
     shares = {(r["ranks"], r["mb_per_rank"]): r["staged_gb_per_s"] / rate for rate, r in rows}
+    alone = min(w["rows"][-1]["staged_gb_per_s"] / w["pcie_gb_per_s"]["one_way_alone"] for w in worlds)
     ratios = [r["staged_gb_per_s"] / r["gloo_gb_per_s"] for _, r in rows]
     largest = max(size for _, size in shares)
     headlines = {
         "staged_over_gloo": min(ratios),  # the worst from 32 MB per rank up
         "staged_share_of_pcie": min(share for (_, size), share in shares.items() if size == largest),
+        "staged_share_of_pcie_other_way_idle": alone,  # of what one direction does while the other is not used
+        "staged_share_of_pcie_from_128_mb": min(share for (_, size), share in shares.items() if size >= 128),
         "staged_share_of_pcie_from_32_mb": min(shares.values()),
     }
     print("\n" + "\n".join(f"{name}: {value:.3f}" for name, value in headlines.items()))

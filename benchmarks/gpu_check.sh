@@ -31,7 +31,7 @@ check() { # check NAME SECONDS COMMAND...
 
 quick=${QUICK:+--quick}
 check tests 400 pytest -q -m gpu tests/test_gpu.py
-check kernels 200 pytest -q -m gpu tests/test_rows_kernels.py tests/test_dispatch.py
+check kernels 200 pytest -q -m gpu tests/test_rows_kernels.py tests/test_dispatch.py tests/test_hstu_benchmark.py
 check transports 300 pytest -q -m gpu tests/test_transports.py
 check contention 150 python3 benchmarks/contention.py $quick --json "$results/contention.json"
 check exchange_gpu 200 python3 benchmarks/exchange_gpu.py $quick --json "$results/exchange_gpu.json"

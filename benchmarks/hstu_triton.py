@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 # QUERIES and KEYS are the sides of a tile; that of the tile which a program keeps is a multiple of the other one.
-FORWARD = {"QUERIES": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3}
-BACKWARD_KEYS = {"QUERIES": 64, "KEYS": 128, "num_warps": 8, "num_stages": 2}
-BACKWARD_QUERIES = {"QUERIES": 128, "KEYS": 64, "num_warps": 8, "num_stages": 2}
+FORWARD = {"QUERIES": 128, "KEYS": 64, "num_warps": 4, "num_stages": 3}
+BACKWARD_KEYS = {"QUERIES": 32, "KEYS": 64, "num_warps": 4, "num_stages": 3}
+BACKWARD_QUERIES = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}
 
 
 @triton.jit

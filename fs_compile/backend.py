@@ -16,6 +16,7 @@ from torch import fx
 
 from freescale import compat, config
 from freescale.driver import Driver
+from freescale.kernels import transports
 from freescale.runtime import agreement, torchrec_tables
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ def freescale(
         cfg = config.load(options)
         if cfg.dynamic != _process.dynamic:
             raise config.ConfigError("dynamic holds for the whole process: set FREESCALE_DYNAMIC, not an option")
+        transports.ARGUMENTS["staged"]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
         torchrec_tables.raise_if_refused(cfg)
         frame = compat.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1

@@ -47,6 +47,7 @@ class Config:
         "What carries a launch; `auto`: `peer` where all GPUs reach each other, else `staged`, and `c10d` on the CPU",
         ("auto", "c10d", "staged", "peer"),
     )
+    ring_mb: float = _flag(256.0, "Host memory in MiB that `staged` pins on each rank, once; a longer message waits")
     min_bytes: float = _flag(262144.0, "A plain all-to-all of fewer bytes is not split by consumer")
 
     def __post_init__(self) -> None:
@@ -54,6 +55,8 @@ class Config:
         for name in ("link_gbps", "min_bytes"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{PREFIX}{name.upper()} must not be negative, found {getattr(self, name)}")
+        if not self.ring_mb > 0:
+            raise ConfigError(f"{PREFIX}RING_MB must be more than 0, found {self.ring_mb}")
         if not self.timeout > 0:
             raise ConfigError(f"{PREFIX}TIMEOUT must be more than 0 seconds, found {self.timeout}")
 

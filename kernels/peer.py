@@ -51,13 +51,9 @@ class Peer(Transport):
         self._open_streams()
         self._aside = driver.new_stream(0)  # for what must not stand behind a waiting stream
         self._resources.callback(driver.drop_stream, self._aside)
-        words = 2 * LEVELS * WORD_STRIDE
-        self._scratch = torch.zeros(words, dtype=torch.uint8, device=driver.device)
-        self._scratch_of = {
-            stream: self._scratch.data_ptr() + (2 * level + side) * WORD_STRIDE
-            for level, pair in enumerate(self.streams)
-            for side, stream in enumerate(pair)
-        }
+        streams = [stream for outwards, inwards in self.streams for stream in (*outwards, *inwards)]
+        self._scratch = torch.zeros(len(streams) * WORD_STRIDE, dtype=torch.uint8, device=driver.device)
+        self._scratch_of = {stream: self._scratch.data_ptr() + i * WORD_STRIDE for i, stream in enumerate(streams)}
         self._most = most_bytes
         self._need = 0
         self._agreement: tuple[torch.Tensor, Any] | None = None
@@ -96,8 +92,8 @@ class Peer(Transport):
 
     def _steps(self, level: int, send: Sequence[int], recv: Sequence[int]) -> Iterable[Step]:
         lanes = self._in[level], self._out[level]
-        for sends, peer, offset, nbytes, ahead in rings.walk(self.rank, send, recv, self.slab):
-            yield Step(lanes[sends][peer], offset, nbytes, ahead)
+        for sends, peer, offset, nbytes in rings.walk(self.rank, send, recv, self.slab):
+            yield Step(lanes[sends][peer], offset, nbytes)
 
     def _tell(self, address: int, value: int, level: int, stream: int) -> None:
         if self._by_copy:
@@ -159,41 +155,3 @@ def open_transport(
     driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
     seconds = timeout if timeout is not None else compat.timeout_of(group).total_seconds()
     return Peer(group, driver, seconds, window_bytes, most_bytes, flag)
-
-
-_open: dict[str, tuple[dist.ProcessGroup, Peer]] = {}
-
-
-def transport_of(group: dist.ProcessGroup, device: torch.device | None = None) -> Peer:
-    """The group's transport, made on first use."""
-    known = _open.get(group.group_name)
-    if known is not None and known[0] is group:
-        return known[1]
-    if known is not None:
-        known[1].close()  # of a group that had the same name
-    _open[group.group_name] = group, open_transport(group, device)
-    return _open[group.group_name][1]
-
-
-def launch(
-    x: torch.Tensor,
-    send_counts: torch.Tensor,
-    recv_counts: torch.Tensor,
-    n_recv: int,
-    priority: int,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """As the op freescale::all_to_all_launch."""
-    return transport_of(group, x.device).launch(x, send_counts, recv_counts, n_recv, priority)
-
-
-def check() -> None:
-    """Raise if a transfer of any group has failed. For the end of a step, and before a checkpoint."""
-    for _, transport in _open.values():
-        transport.check()
-
-
-def close() -> None:
-    """Give windows and streams back."""
-    while _open:
-        _open.popitem()[1][1].close()

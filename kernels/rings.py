@@ -5,14 +5,10 @@ n // slots + 1. Two words per slot carry the round: `full` says that the data is
 The writer of a piece waits for `free` of the round before, the reader for `full` of the round; so memory is bounded
 and a slow reader holds the writer back.
 
-A reader starts a few pieces late, by `lag`, so that from then on what it waits for is there already: a stream that
-waits makes the device look at the word again and again.
-
-Why no set of ranks can block each other: every rank puts its steps in the order of (message, piece, distance), a piece
-that is received counted `lag` later, where distance is (receiver - sender) % world; a send goes before the receive
-of the same key. With a lag below the number of slots, a step waits for steps of smaller keys alone, or, a receive,
-for a send of its own key. So the smallest unfinished step can always run. This holds even if one hardware queue
-carries all streams of a rank.
+Why no set of ranks can block each other: every rank puts its steps in the order of (message, piece, distance), where
+distance is (receiver - sender) % world; a send goes before the receive of the same key. A step waits for steps of
+smaller keys alone, or, a receive, for a send of its own key. So the smallest unfinished step can always run. This
+holds even if one hardware queue carries all streams of a rank.
 """
 
 from __future__ import annotations
@@ -59,8 +55,8 @@ class Lane:
         return at_least(int(seen[number % self.slots]), self.needs(number))
 
     def lacks(self, seen: np.ndarray) -> bool:
-        """Whether a piece that was issued cannot move yet."""
-        return self.number > 0 and not self.reached(self.number - 1, seen)
+        """Whether a piece that was issued cannot move yet. (Those of two streams may pass each other.)"""
+        return not all(self.reached(n, seen) for n in range(max(0, self.number - self.slots), self.number))
 
 
 def at_least(word: int, value: int) -> bool:
@@ -74,7 +70,6 @@ class Step(NamedTuple):
     lane: Lane
     offset: int
     nbytes: int
-    ahead: int = 0  # how many pieces of the lane, beyond this one, must be there too
 
 
 class Move(NamedTuple):
@@ -84,24 +79,19 @@ class Move(NamedTuple):
     peer: int
     offset: int
     nbytes: int
-    ahead: int
 
 
-def walk(rank: int, send: Sequence[int], recv: Sequence[int], piece: int, lag: int = 0) -> Iterator[Move]:
+def walk(rank: int, send: Sequence[int], recv: Sequence[int], piece: int) -> Iterator[Move]:
     """Every piece of a message, in the order that cannot block; bytes to and from each peer."""
     world = len(send)
     starts_out, starts_in = [0, *accumulate(send)], [0, *accumulate(recv)]
-    largest = max((*send, *recv), default=0)
-    late = lag * piece
-    for at in range(0, largest + late, piece):
-        back = at - late
+    for at in range(0, max((*send, *recv), default=0), piece):
         for distance in (*range(1, world), 0):  # others first; what a rank sends to itself comes last
             to, source = (rank + distance) % world, (rank - distance) % world
             if at < send[to]:
-                yield Move(True, to, starts_out[to] + at, min(piece, send[to] - at), 0)
-            if 0 <= back < recv[source]:
-                ahead = min(lag, (recv[source] - 1) // piece) if back == 0 else 0
-                yield Move(False, source, starts_in[source] + back, min(piece, recv[source] - back), ahead)
+                yield Move(True, to, starts_out[to] + at, min(piece, send[to] - at))
+            if at < recv[source]:
+                yield Move(False, source, starts_in[source] + at, min(piece, recv[source] - at))
 
 
 @dataclass(frozen=True)

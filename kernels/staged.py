@@ -29,8 +29,8 @@ from freescale.kernels.transport import Transport, set_far
 
 log = logging.getLogger(__name__)
 
-RING_BYTES = 128 << 20  # per rank
-PIECE_BYTES = 4 << 20  # at most, per slot
+RING_BYTES = 256 << 20  # per rank
+PIECE_BYTES = 8 << 20  # at most, per slot
 NETWORKS = ("auto", "memory", "gloo")
 
 
@@ -44,7 +44,6 @@ class SharedMemory(Transport):
     ) -> None:
         super().__init__(group, driver, timeout)
         self.segment, self.sizes = segment, sizes
-        self.lag = 0  # each piece of it keeps the receiving side idle that much longer at the start of a message
         self._resources.callback(segment.close)
         device = self._pin(segment.bytes)
         self._open_streams()
@@ -74,8 +73,8 @@ class SharedMemory(Transport):
 
     def _steps(self, level: int, send: Sequence[int], recv: Sequence[int]) -> Iterable[Step]:
         lanes = self._in[level], self._out[level]
-        for sends, peer, offset, nbytes, ahead in rings.walk(self.rank, send, recv, self.sizes.piece, self.lag):
-            yield Step(lanes[sends][peer], offset, nbytes, ahead)
+        for sends, peer, offset, nbytes in rings.walk(self.rank, send, recv, self.sizes.piece):
+            yield Step(lanes[sends][peer], offset, nbytes)
 
     def _lacking(self) -> set[int]:
         lanes = [lane for side in (self._out, self._in) for lanes in side for lane in lanes]
@@ -125,46 +124,3 @@ def _refuse_gloo_without_caching() -> None:
             "freescale: staged over gloo cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING set: to free a tensor "
             "would wait for the device while it holds the lock that the sending threads need"
         )
-
-
-_open: dict[str, tuple[dist.ProcessGroup, Transport]] = {}
-
-
-def transport_of(group: dist.ProcessGroup, device: torch.device | None = None) -> Transport:
-    """The group's transport, made on first use."""
-    known = _open.get(group.group_name)
-    if known is not None and known[0] is group:
-        return known[1]
-    if known is not None:
-        known[1].close()  # of a group that had the same name
-    _open[group.group_name] = group, open_transport(group, device)
-    return _open[group.group_name][1]
-
-
-def use(group: dist.ProcessGroup, transport: Transport) -> None:
-    """Let `launch` use a transport that was opened with other sizes."""
-    _open[group.group_name] = group, transport
-
-
-def launch(
-    x: torch.Tensor,
-    send_counts: torch.Tensor,
-    recv_counts: torch.Tensor,
-    n_recv: int,
-    priority: int,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """As the op freescale::all_to_all_launch."""
-    return transport_of(group, x.device).launch(x, send_counts, recv_counts, n_recv, priority)
-
-
-def check() -> None:
-    """Raise if a transfer of any group has failed. For the end of a step, and before a checkpoint."""
-    for _, transport in _open.values():
-        transport.check()
-
-
-def close() -> None:
-    """Give all pinned memory and streams back."""
-    while _open:
-        _open.popitem()[1][1].close()

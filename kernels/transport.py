@@ -14,6 +14,7 @@ Whoever writes a checkpoint or ends a step calls `check` first.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -32,6 +33,7 @@ from freescale.kernels.rings import LEVELS, Step, level_of
 from freescale.kernels.segment import Presence
 
 _LOOK_EVERY = 0.05  # seconds
+STREAMS = 2  # in each direction, taken in turn: while one signals, the other copies
 FAR = 0x40000000  # ahead of every round that a stream may wait for, as 32-bit numbers that wrap around
 
 
@@ -41,7 +43,7 @@ class Message:
     priority: int
     since: float
     stream: Any  # that launched it
-    events: tuple[Any, Any]  # after the last copy out, after the last copy in
+    events: list[Any]  # after the last copy of each stream
     holds: tuple[torch.Tensor, ...]  # what the copies read and write
 
 
@@ -79,16 +81,14 @@ class Transport:
         self._stop = threading.Event()
         self._resources = contextlib.ExitStack()  # what close() gives back, last in first out
         self._finalizer = weakref.finalize(self, _give_back, self._resources, self._stop)
-        self.streams: list[tuple[int, int]] = []
+        self.streams: list[tuple[list[int], list[int]]] = []  # by level: outwards, inwards
 
     def _open_streams(self) -> None:
         for level in range(LEVELS):
-            pair = []
-            for _ in ("out", "in"):
-                stream = self.driver.new_stream(level - LEVELS + 1)
+            made = [self.driver.new_stream(level - LEVELS + 1) for _ in range(2 * STREAMS)]
+            for stream in made:
                 self._resources.callback(self.driver.drop_stream, stream)
-                pair.append(stream)
-            self.streams.append((pair[0], pair[1]))
+            self.streams.append((made[:STREAMS], made[STREAMS:]))
 
     def _pin(self, array: np.ndarray) -> int:
         """The device's address of host memory that is pinned until the transport is closed."""
@@ -160,28 +160,28 @@ class Transport:
         self, x: torch.Tensor, out: torch.Tensor, send: list[int], recv: list[int], priority: int
     ) -> Message:
         level = level_of(priority)
-        stream_out, stream_in = self.streams[level]
+        outwards, inwards = self.streams[level]
+        turns_out, turns_in = itertools.cycle(outwards), itertools.cycle(inwards)
         driver, wait, tell = self.driver, self.driver.wait, self._tell
         copy_out, copy_in = self._copy_out, self._copy_in
         data_out, data_in = x.data_ptr(), out.data_ptr()
         current = driver.current()
         ready = driver.mark(current)  # x can be read and out can be written
-        driver.after(stream_out, ready)
-        driver.after(stream_in, ready)
+        for stream in (*outwards, *inwards):
+            driver.after(stream, ready)
         for step in self._steps(level, send, recv):
             lane, number = step.lane, step.lane.number
             slot = lane.slot(number)
-            stream = stream_out if lane.sends else stream_in
-            last = number + step.ahead
-            if lane.needs(last) and (lane.seen is None or not lane.reached(last, lane.seen)):
-                wait(lane.waits_at + lane.slot(last) * lane.word_stride, lane.needs(last), stream)
+            stream = next(turns_out if lane.sends else turns_in)
+            if lane.needs(number) and (lane.seen is None or not lane.reached(number, lane.seen)):
+                wait(lane.waits_at + slot * lane.word_stride, lane.needs(number), stream)
             if lane.sends:
                 copy_out(lane.data + slot * lane.piece, data_out + step.offset, step.nbytes, stream)
             else:
                 copy_in(data_in + step.offset, lane.data + slot * lane.piece, step.nbytes, stream)
             tell(lane.tells_at + slot * lane.word_stride, number // lane.slots + 1, level, stream)
             lane.number += 1
-        events = driver.mark(stream_out), driver.mark(stream_in)
+        events = [driver.mark(stream) for stream in (*outwards, *inwards)]
         message = Message(self.launched, priority, time.monotonic(), current, events, (x, out))
         self.launched += 1
         if self.presence is not None:

@@ -11,6 +11,7 @@ that ranks compare before the first launch names the transport.)
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -66,30 +67,44 @@ def op_of(op: Any, name: str) -> Any:
     return op if name == "c10d" else getattr(torch.ops.freescale, f"{op._schema.name.split('::')[1]}_{name}").default
 
 
-def _open(name: str, group: Any, device: torch.device) -> Any:
-    if name == "staged":
-        from freescale.kernels import staged as transport
-    else:
-        from freescale.kernels import peer as transport  # type: ignore[no-redef]
-    return transport.transport_of(group, device)
+ARGUMENTS: dict[str, dict[str, Any]] = {name: {} for name in COPYING}  # to open one with; the backend's flags fill it
+_open: dict[tuple[str, str], tuple[Any, Any]] = {}  # names of transport and group: the group, its transport
+
+
+def of(name: str, group: Any, device: torch.device) -> Any:
+    """The group's transport of that name, made on first use; collective then."""
+    known = _open.get((name, group.group_name))
+    if known is not None and known[0] is group:
+        return known[1]
+    if known is not None:
+        known[1].close()  # of a group that had the same name
+    transport = import_module(f"freescale.kernels.{name}").open_transport(group, device, **ARGUMENTS[name])
+    _open[name, group.group_name] = group, transport
+    return transport
+
+
+def opened() -> list[str]:
+    """The names of the transports that have been used."""
+    return sorted({name for name, _ in _open})
 
 
 def check() -> None:
     """Raise if a transfer of any group has failed: a device that was released computes garbage until somebody asks."""
-    import sys
+    for _, transport in _open.values():
+        transport.check()
 
-    for name in COPYING:
-        module = sys.modules.get(f"freescale.kernels.{name}")
-        if module is not None:
-            module.check()
+
+def close() -> None:
+    """Give all pinned memory, windows and streams back."""
+    while _open:
+        _open.popitem()[1][1].close()
 
 
 def _implement(name: str) -> None:
     def launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
         group = compat.group_by_name(group_name)
         with launches.label(f"launch {launches.PRIORITIES[priority]} {what}"):
-            transport = _open(name, group, x.device)
-            out, work = transport.start(x, send_counts, recv_counts, n_recv, priority)
+            out, work = of(name, group, x.device).start(x, send_counts, recv_counts, n_recv, priority)
         return launches.started(work, what, priority, out, group)
 
     def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):

@@ -102,7 +102,7 @@ def test_look_ahead_gives_the_same_bits():
     assert max(run_ranks(_look_ahead, 2)) <= 1e-6
 
 
-def _hundred_steps(codegen="eager"):
+def _hundred_steps():
     """Losses and all state after 100 steps, look-ahead on and off, per optimizer; and which transport carried them."""
     from freescale.kernels import launches, transports
     from test_lookahead import Trainer
@@ -111,14 +111,11 @@ def _hundred_steps(codegen="eager"):
     found = {}
     for optimizer in ("sgd", "rowwise_adagrad"):
         for wrapped in (False, True):
-            losses, state, _ = Trainer(optimizer, "all", codegen, "cuda").train(0.3, 100, wrapped)
+            losses, state, _ = Trainer(optimizer, "all", "eager", "cuda").train(0.3, 100, wrapped)
             found[optimizer, wrapped] = losses, {k: v.cpu() for k, v in state.items()}
     transports.check()
-    import sys
-
-    used = [n for n in ("staged", "peer") if f"freescale.kernels.{n}" in sys.modules]
-    for name in used:
-        sys.modules[f"freescale.kernels.{name}"].close()
+    used = transports.opened()
+    transports.close()
     assert not launches._under_way
     return found, used
 
