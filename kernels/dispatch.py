@@ -64,7 +64,8 @@ def combine(
     slabs: Slabs, perm: torch.Tensor, peer_ends: torch.Tensor, kinds: Sequence[Kind], entries: Sequence[int]
 ) -> list[Jagged]:
     """Unpack. The slabs hold the samples of every peer one after another, peer_ends[p] of them up to peer p; place i
-    of the batch takes the perm[i]-th of them. `entries` says how many entries each feature has in all."""
+    of the batch takes the perm[i]-th of them. `entries` says how many entries each feature has in all; where it
+    says other than the lengths, values are at the wrong places, but nothing beyond the slabs is read."""
     if not perm.is_cuda:
         return combine_reference(slabs, perm, peer_ends, kinds)
     return combine_on_device(slabs, perm, peer_ends, kinds, entries)
@@ -112,8 +113,8 @@ class _Layout(NamedTuple):
     sizes: list[int]  # of elements, largest first
     features: list[int]  # of each row
     of_size: list[list[int]]  # the features with each size
-    table: np.ndarray  # see dispatch_triton.py; without addresses, and as if there were no samples
-    before: np.ndarray  # of each row, how many rows have larger elements
+    table: np.ndarray  # see dispatch_triton.py; without addresses
+    first_rows: list[int]  # of elements of 4, 2 and 1 bytes
 
 
 @functools.lru_cache(maxsize=256)
@@ -121,36 +122,34 @@ def _layout(kinds: tuple[Kind, ...]) -> _Layout:
     sizes = _sizes(kinds)
     of_size = [[f for f, k in enumerate(kinds) if k.dtype.itemsize == size] for size in sizes]
     rows: list[list[int]] = []
-    before: list[int] = []
-    for number, mine in enumerate(of_size):
-        for which, f in enumerate(mine):
-            before.append(len(rows) - which)
-            rows.append([0, 0, kinds[f].width * sizes[number], number, len(mine), which, f])
-    table = np.array(rows, dtype=np.int64).reshape(-1, 7)
-    return _Layout(sizes, table[:, 6].tolist(), of_size, table, np.array(before, dtype=np.int64))
+    for size, mine in zip(sizes, of_size, strict=True):
+        first = len(rows)
+        rows += [[0, 0, kinds[f].width * size, first, len(mine), f] for f in mine]
+    first_rows = [sum(k.dtype.itemsize > size for k in kinds) for size in (4, 2, 1)]
+    table = np.array(rows, dtype=np.int64).reshape(-1, 6)
+    return _Layout(sizes, table[:, 5].tolist(), of_size, table, first_rows)
 
 
-def _table(layout: _Layout, values: list[int], offsets: list[int] | int, samples: int, like: torch.Tensor):
-    """Addresses are by row. Elements of the next size begin after an empty slot."""
+def _table(layout: _Layout, values: list[int], offsets: list[int] | int, like: torch.Tensor) -> torch.Tensor:
+    """Addresses are by row."""
     table = layout.table.copy()
     table[:, 0], table[:, 1] = values, offsets
-    table[:, 3] += layout.before * samples
     made = torch.from_numpy(table)
     # pinned: from pageable memory the copy would wait for the device
     return made.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else made
 
 
-def _buffers(layout: _Layout, counts: list[int], like: torch.Tensor) -> tuple[list[torch.Tensor], list, int]:
-    """Room for so many elements of each size in one buffer: each size's part, each with the whole seen so, and bytes.
-    Larger elements come first, so every part is aligned to its own."""
+def _buffers(layout: _Layout, counts: list[int], like: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, int]:
+    """Room for so many elements of each size in one buffer: each size's part, the whole, and bytes. Larger elements
+    come first, so every part is aligned to its own."""
     n_bytes = sum(n * size for n, size in zip(counts, layout.sizes, strict=True))
     whole = like.new_empty(-(-n_bytes // 8))
-    parts, seen, begin = [], [], 0
+    parts, begin = [], 0
     for n, size in zip(counts, layout.sizes, strict=True):
-        seen.append(whole if size == 8 else whole.view(ELEMENT[size]))
-        parts.append(seen[-1][begin // size : begin // size + n])
+        seen = whole if size == 8 else whole.view(ELEMENT[size])
+        parts.append(seen[begin // size : begin // size + n])
         begin += n * size
-    return parts, list(zip(parts, seen, strict=True)), n_bytes
+    return parts, whole, n_bytes
 
 
 def dispatch_on_device(features: Sequence[Jagged], perm: torch.Tensor, peer_ends: torch.Tensor) -> Slabs:
@@ -159,14 +158,14 @@ def dispatch_on_device(features: Sequence[Jagged], perm: torch.Tensor, peer_ends
     values, n = [f.values.contiguous() for f in features], perm.shape[0]
     layout = _layout(tuple(map(kind_of, features)))
     counts = [sum(values[f].numel() for f in mine) for mine in layout.of_size]
-    parts, seen, n_bytes = _buffers(layout, counts, perm)
+    parts, whole, n_bytes = _buffers(layout, counts, perm)
     data = dict(zip(layout.sizes, parts, strict=True))
     if not values or not n:
         return Slabs(data, perm.new_empty(0))
     at = [values[f].data_ptr() for f in layout.features]
-    table = _table(layout, at, [features[f].offsets.data_ptr() for f in layout.features], n, perm)
-    lengths, ends, sources = launches.dispatch_pieces(table, perm, peer_ends, len(values) * n + len(data))
-    launches.copy_pieces(ends, sources, seen, n_bytes)
+    table = _table(layout, at, [features[f].offsets.data_ptr() for f in layout.features], perm)
+    lengths, bounds, sources = launches.dispatch_pieces(table, perm, peer_ends)
+    launches.copy_pieces(table, bounds, sources, whole, n_bytes, [row * n for row in layout.first_rows])
     return Slabs(data, lengths)
 
 
@@ -179,17 +178,15 @@ def combine_on_device(
     if not kinds or not n:
         nothing = perm.new_zeros(n + 1)
         return [Jagged(perm.new_empty((0, *k.shape), dtype=k.dtype), nothing) for k in kinds]
-    addresses = [slabs.data[kinds[f].dtype.itemsize].data_ptr() for f in layout.features]
-    table = _table(layout, addresses, 0, n, perm)
-    ends, sources = launches.combine_pieces(table, perm, peer_ends, slabs.lengths, len(kinds) * n + len(layout.sizes))
+    table = _table(layout, [slabs.data[kinds[f].dtype.itemsize].data_ptr() for f in layout.features], 0, perm)
+    bounds, sources = launches.combine_pieces(table, perm, peer_ends, slabs.lengths)
     many = [[entries[f] * kinds[f].width for f in mine] for mine in layout.of_size]
-    parts, seen, n_bytes = _buffers(layout, [sum(m) for m in many], perm)
-    launches.copy_pieces(ends, sources, seen, n_bytes)
-    by_row = ends.view(len(kinds), n + 1)
-    offsets = (by_row - by_row[:, :1]).div_(table[:, 2:3], rounding_mode="floor").unbind()
+    parts, whole, n_bytes = _buffers(layout, [sum(m) for m in many], perm)
+    offsets = perm.new_empty(len(kinds), n + 1)
+    launches.copy_pieces(table, bounds, sources, whole, n_bytes, [row * n for row in layout.first_rows], offsets)
     flat = [x for part, m in zip(parts, many, strict=True) for x in part.split(m)]
     made: dict[int, Jagged] = {}
-    for f, x, at in zip(layout.features, flat, offsets, strict=True):
+    for f, x, at in zip(layout.features, flat, offsets.unbind(), strict=True):
         x = x if x.dtype == kinds[f].dtype else x.view(kinds[f].dtype)
         made[f] = Jagged(x.view(entries[f], *kinds[f].shape) if kinds[f].shape else x, at)
     return [made[f] for f in range(len(kinds))]

@@ -1,9 +1,9 @@
 """The launches behind dispatch.py: tables of pieces, and one copy of many pieces at once, in Triton.
 
 A piece is one sample of one feature: consecutive bytes with one place to go. Pieces stand in slots, in the order in
-which they fill the output; features with elements of the same size stand together, behind an empty slot. The output is
-cut into equal tiles, each tile looks up its slots, so time follows the bytes and neither the number of peers nor the
-length of one piece. Nothing here waits for the device.
+which they fill the output, larger elements first: slot k takes bytes bounds[k] ... bounds[k + 1] from address
+sources[k]. The output is cut into equal tiles, each tile looks up its slots, so time follows the bytes and neither the
+number of peers nor the length of one piece. Nothing here waits for the device, and no program waits for another.
 """
 
 from __future__ import annotations
@@ -12,35 +12,45 @@ import triton
 import triton.language as tl
 
 # The table of features (int64), a row each, ordered by size of element. Columns: 0 address of the values or of the
-# slab, 1 address of the offsets, 2 bytes of an entry; of the features with elements of this size: 3 the slot before
-# their first one, 4 how many they are, 5 which of them this is; 6 number of the feature.
+# slab, 1 address of the offsets, 2 bytes of an entry; of the features with elements of this size: 3 the first row,
+# 4 how many they are; 5 number of the feature.
 TILE = 4096  # bytes
+BLOCK = 128  # pieces or tiles of a program
 
 
 @triton.jit
-def _peer_of(place, peer_ends, n_peers):
-    """Of the peer that a place belongs to: where its places begin, and how many it has."""
-    low = tl.zeros_like(place)
-    high = low + (n_peers - 1)
-    steps = n_peers
-    while steps > 1:
-        middle = (low + high) // 2
-        beyond = tl.load(peer_ends + middle) <= place
-        low = tl.where(beyond, middle + 1, low)
-        high = tl.where(beyond, high, middle)
-        steps = (steps + 1) // 2
-    low = tl.minimum(low, n_peers - 1)
-    first = tl.load(peer_ends + low - 1, mask=low > 0, other=0)
-    return first, tl.load(peer_ends + low) - first
+def _first_after(ends, value, n, WAYS: tl.constexpr):
+    """Which of n ascending numbers is the first above the value; the last, if none is. Each step asks WAYS - 1 at once,
+    as all of them together take as long as one."""
+    low = tl.zeros_like(value)
+    span = n
+    while span > 1:
+        step = (span + (WAYS - 1)) // WAYS
+        from_here = low
+        for k in tl.static_range(1, WAYS):
+            at = from_here + (step * k - 1)
+            known = at < n - 1
+            low += tl.where(known & (tl.load(ends + at, mask=known, other=0) <= value), step, 0)
+        span = step
+    return low
 
 
 @triton.jit
-def _slot(features, row, place, peer_ends, n_features, n_peers):
+def _slot(features, row, place, peer_ends, n_samples, n_features, n_peers):
     """Where a place's piece stands among those of its size, and its length among all: by peer, then by feature."""
-    first, count = _peer_of(place, peer_ends, n_peers)
-    of = features + row * 7
-    slot = tl.load(of + 3) + 1 + tl.load(of + 4) * first + tl.load(of + 5) * count + place - first
-    return slot, n_features * first + tl.load(of + 6) * count + place - first
+    peer = _first_after(peer_ends, place, n_peers, 8)
+    first = tl.load(peer_ends + peer - 1, mask=peer > 0, other=0)
+    count = tl.load(peer_ends + peer) - first
+    first_row, rows = tl.load(features + row * 6 + 3), tl.load(features + row * 6 + 4)
+    slot = first_row * n_samples + rows * first + (row - first_row) * count + place - first
+    return slot, n_features * first + tl.load(features + row * 6 + 5) * count + place - first
+
+
+@triton.jit
+def _store_sizes(sizes, row, place, slot, size, live):
+    """Behind a zero, so that their running sum is the bounds."""
+    tl.store(sizes + 1 + slot, size, mask=live)
+    tl.store(sizes + place, tl.zeros_like(place), mask=(place + row) == 0)
 
 
 @triton.jit(do_not_specialize=["n_samples", "n_features", "n_peers"])
@@ -50,138 +60,155 @@ def _dispatch_pieces(
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = place < n_samples
-    values, entry = tl.load(features + row * 7), tl.load(features + row * 7 + 2)
-    offsets = tl.load(features + row * 7 + 1).to(tl.pointer_type(tl.int64))
+    values, entry = tl.load(features + row * 6), tl.load(features + row * 6 + 2)
+    offsets = tl.load(features + row * 6 + 1).to(tl.pointer_type(tl.int64))
     sample = tl.load(perm + place, mask=live, other=0)
     begin = tl.load(offsets + sample, mask=live, other=0)
     length = tl.load(offsets + sample + 1, mask=live, other=0) - begin
-    slot, at = _slot(features, row, place, peer_ends, n_features, n_peers)
+    slot, at = _slot(features, row, place, peer_ends, n_samples, n_features, n_peers)
     tl.store(lengths + at, length, mask=live)
-    tl.store(sizes + slot, length * entry, mask=live)
     tl.store(sources + slot, values + begin * entry, mask=live)
+    _store_sizes(sizes, row, place, slot, length * entry, live)
 
 
 @triton.jit(do_not_specialize=["n_samples", "n_features", "n_peers"])
 def _received_sizes(features, peer_ends, lengths, sizes, n_samples, n_features, n_peers, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    slot, at = _slot(features, row, place, peer_ends, n_features, n_peers)
-    length = tl.load(lengths + at, mask=place < n_samples, other=0)
-    tl.store(sizes + slot, length * tl.load(features + row * 7 + 2), mask=place < n_samples)
+    live = place < n_samples
+    slot, at = _slot(features, row, place, peer_ends, n_samples, n_features, n_peers)
+    length = tl.load(lengths + at, mask=live, other=0)
+    _store_sizes(sizes, row, place, slot, length * tl.load(features + row * 6 + 2), live)
 
 
 @triton.jit(do_not_specialize=["n_samples", "n_features", "n_peers"])
 def _combine_pieces(
-    features, perm, peer_ends, ends, sizes, sources, n_samples, n_features, n_peers, BLOCK: tl.constexpr
+    features, perm, peer_ends, received, sizes, sources, n_samples, n_features, n_peers, BLOCK: tl.constexpr
 ):
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = place < n_samples
     sample = tl.load(perm + place, mask=live, other=0)
-    slot, _ = _slot(features, row, sample, peer_ends, n_features, n_peers)
-    begin = tl.load(ends + slot - 1, mask=live, other=0)
-    end = tl.load(ends + slot, mask=live, other=0)
-    before = tl.load(ends + tl.load(features + row * 7 + 3))  # bytes of larger elements
-    to = row * (n_samples + 1) + 1 + place
-    tl.store(sizes + to, end - begin, mask=live)
-    tl.store(sources + to, tl.load(features + row * 7) + begin - before, mask=live)
+    slot, _ = _slot(features, row, sample, peer_ends, n_samples, n_features, n_peers)
+    begin = tl.load(received + slot, mask=live, other=0)
+    end = tl.load(received + slot + 1, mask=live, other=0)
+    before = tl.load(received + tl.load(features + row * 6 + 3) * n_samples)  # bytes of larger elements
+    to = row * n_samples + place
+    tl.store(sources + to, tl.load(features + row * 6) + begin - before, mask=live)
+    _store_sizes(sizes, row, place, to, end - begin, live)
 
 
-@triton.jit(do_not_specialize=["n_slots", "n_tiles"])
-def _look_up(ends, slots, n_slots, n_tiles, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """For every tile, the slot that its first byte is in: the first that ends after it."""
-    tile = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    low = tl.zeros_like(tile)
-    high = low + (n_slots - 1)
-    steps = n_slots
-    while steps > 1:
-        middle = (low + high) // 2
-        beyond = (tl.load(ends + middle) <= tile * TILE) & (low < high)
-        low = tl.where(beyond, middle + 1, low)
-        high = tl.where(beyond, high, middle)
-        steps = (steps + 1) // 2
-    tl.store(slots + tile, low, mask=tile < n_tiles)
+@triton.jit(do_not_specialize=["n_slots", "n_tiles", "n_samples"])
+def _look_up(
+    features, bounds, sources, tiles, offsets, n_slots, n_tiles, n_samples,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Records of all tiles and of the one behind them: the slot that the first byte is in, its distance (address of the
+    source less place in the output), and where it ends. The programs after these write the offsets of a batch."""
+    program, with_tiles = tl.program_id(0), n_tiles // BLOCK + 1
+    if program < with_tiles:
+        tile = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        slot = _first_after(bounds + 1, tile * TILE, n_slots, 8)
+        tl.store(tiles + tile * 4, slot, mask=tile <= n_tiles)
+        tl.store(tiles + tile * 4 + 1, tl.load(sources + slot) - tl.load(bounds + slot), mask=tile <= n_tiles)
+        tl.store(tiles + tile * 4 + 2, tl.load(bounds + slot + 1), mask=tile <= n_tiles)
+    elif OFFSETS:
+        blocks = n_samples // BLOCK + 1
+        row = ((program - with_tiles) // blocks).to(tl.int64)
+        place = ((program - with_tiles) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        begin, entry = tl.load(bounds + row * n_samples), tl.load(features + row * 6 + 2)
+        ahead = tl.load(bounds + row * n_samples + place, mask=place <= n_samples, other=0) - begin
+        tl.store(offsets + row * (n_samples + 1) + place, ahead // entry, mask=place <= n_samples)
 
 
 @triton.jit
-def _run(ends, sources, slot, high, start, first, stop, lane, T: tl.constexpr):
-    """The part of a tile that comes from one slot, and where it is; nothing from slots after `high`."""
-    size: tl.constexpr = T.primitive_bitwidth // 8
-    at = tl.minimum(slot, high)
-    begin, end = tl.load(ends + at - 1, mask=at > 0, other=0), tl.load(ends + at)
-    low = (tl.maximum(begin, first) - start).to(tl.int32)
-    inside = (lane * size >= low) & (lane * size < (tl.minimum(end, stop) - start).to(tl.int32)) & (slot <= high)
-    source = (tl.load(sources + at) + (start - begin)).to(tl.pointer_type(T))
-    return tl.load(source + lane, mask=inside), inside
-
-
-@triton.jit(do_not_specialize=["begin", "stop"])
-def _copy(ends, sources, slots, out, begin, stop, TILE: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr):
-    """Fill bytes begin ... stop of `out` from the pieces. Slot k ends at ends[k], its source is address sources[k]."""
-    T: tl.constexpr = out.dtype.element_ty
-    size: tl.constexpr = T.primitive_bitwidth // 8
-    tile = begin // TILE + tl.program_id(0).to(tl.int64)
-    start = tile * TILE
-    first, stop = tl.maximum(start, begin), tl.minimum(start + TILE, stop)
-    low, high = tl.load(slots + tile), tl.load(slots + tile + 1)
-    lane = tl.arange(0, BLOCK)
-    to = out + tile * BLOCK + lane
-    if high - low < RUNS:
-        for slot in range(low, high + 1, 2):
-            x0, inside0 = _run(ends, sources, slot, high, start, first, stop, lane, T)
-            x1, inside1 = _run(ends, sources, slot + 1, high, start, first, stop, lane, T)
-            tl.store(to, x0, mask=inside0)
-            tl.store(to, x1, mask=inside1)
+def _copy_tile(
+    low, distance, end, high, of_high, bounds, sources, start, stop, out,
+    T: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
+    """The tile at `start`, in the smallest elements that stand there; nothing from `stop` on. A tile within one piece
+    is copied as it is; else every element finds the distance of its piece, among many by search."""
+    SIZE: tl.constexpr = T.primitive_bitwidth // 8
+    if (low == high) & (start + TILE <= stop):
+        lane = tl.arange(0, TILE // SIZE)
+        x = tl.load((distance + start).to(tl.pointer_type(T)) + lane)
+        tl.store((out + start).to(tl.pointer_type(T)) + lane, x)
     else:
-        mine = tl.zeros_like(lane)  # slot of each element, from `low` on
-        until = mine + (high - low).to(tl.int32)
-        span = high - low + 1
-        while span > 1:
-            middle = (mine + until) // 2
-            # of slots before `until` alone, which end within the tile
-            beyond = ((tl.load(ends + low + middle) - start).to(tl.int32) <= lane * size) & (mine < until)
-            mine = tl.where(beyond, middle + 1, mine)
-            until = tl.where(beyond, until, middle)
-            span = (span + 1) // 2
-        inside = (lane * size >= (first - start).to(tl.int32)) & (lane * size < (stop - start).to(tl.int32))
-        at = low + mine
-        source = tl.load(sources + at) + (start - tl.load(ends + at - 1, mask=at > 0, other=0))
-        x = tl.load(source.to(tl.pointer_type(T)) + lane, mask=inside)
-        tl.store(to, x, mask=inside)
+        LANES: tl.constexpr = TILE // SIZE // PARTS
+        for part in range(PARTS):
+            position = (part * LANES + tl.arange(0, LANES)) * SIZE
+            if high - low <= RUNS:
+                away = tl.where(position < tl.minimum(end - start, TILE).to(tl.int32), distance, of_high)
+                between = low + 1
+                while between < high:  # all of these are within the tile
+                    first, behind = tl.load(bounds + between), tl.load(bounds + between + 1)
+                    mine = (position >= (first - start).to(tl.int32)) & (position < (behind - start).to(tl.int32))
+                    away = tl.where(mine, tl.load(sources + between) - first, away)
+                    between += 1
+            else:
+                slot = low + _first_after(bounds + low + 1, start + position, high - low + 1, 2)
+                away = tl.load(sources + slot) - tl.load(bounds + slot)
+            inside = position < tl.minimum(stop - start, TILE).to(tl.int32)
+            x = tl.load((away + start + position).to(tl.pointer_type(T)), mask=inside)
+            tl.store((out + start + position).to(tl.pointer_type(T)), x, mask=inside)
 
 
-def dispatch_pieces(features, perm, peer_ends, n_slots):
-    """Of slabs: lengths, where each slot ends, where it comes from."""
-    n, n_features, peers = perm.shape[0], features.shape[0], peer_ends.shape[0]
-    lengths = perm.new_empty(n_features * n)
-    sizes, sources = perm.new_zeros(n_slots), perm.new_empty(n_slots)
-    grid = (triton.cdiv(n, 128), n_features)
-    _dispatch_pieces[grid](features, perm, peer_ends, lengths, sizes, sources, n, n_features, peers, 128)
+@triton.jit(do_not_specialize=["out", "n_bytes", "n_slots", "first4", "first2", "first1"])
+def _copy(
+    tiles, bounds, sources, out, n_bytes, n_slots, first4, first2, first1,
+    TILE: tl.constexpr, SMALL: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
+    """Fill the output from the pieces; elements of 4, 2 and 1 bytes begin at the named slots. The output's address is a
+    number: of a pointer the compiler knows the alignment, and gives each thread elements side by side, which is slower.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    start, of = tile * TILE, tiles + tile * 4
+    low, away, end, high, of_high = tl.load(of), tl.load(of + 1), tl.load(of + 2), tl.load(of + 4), tl.load(of + 5)
+    stop = tl.minimum(tl.load(bounds + n_slots), n_bytes)  # no byte is taken from behind the last piece
+    if high < first4:
+        _copy_tile(low, away, end, high, of_high, bounds, sources, start, stop, out, tl.int64, TILE, 1, RUNS)
+    elif high < first2:
+        _copy_tile(low, away, end, high, of_high, bounds, sources, start, stop, out, tl.int32, TILE, 1, RUNS)
+    elif SMALL:
+        if high < first1:
+            _copy_tile(low, away, end, high, of_high, bounds, sources, start, stop, out, tl.int16, TILE, 4, RUNS)
+        else:
+            _copy_tile(low, away, end, high, of_high, bounds, sources, start, stop, out, tl.int8, TILE, 8, RUNS)
+
+
+def dispatch_pieces(features, perm, peer_ends):
+    """Of slabs: lengths, the bounds of each slot, where it comes from."""
+    n, n_features = perm.shape[0], features.shape[0]
+    lengths, sources, sizes = (perm.new_empty(n_features * n + more) for more in (0, 0, 1))
+    grid = (triton.cdiv(n, BLOCK), n_features)
+    _dispatch_pieces[grid](features, perm, peer_ends, lengths, sizes, sources, n, n_features, peer_ends.shape[0], BLOCK)
     return lengths, sizes.cumsum(0), sources
 
 
-def combine_pieces(features, perm, peer_ends, lengths, n_slots):
-    """Of a batch made of received slabs: where each slot ends, where it comes from. Every feature has an empty slot."""
+def combine_pieces(features, perm, peer_ends, lengths):
+    """Of a batch made of received slabs, feature by feature: the bounds of each slot, where it comes from."""
     n, n_features, peers = perm.shape[0], features.shape[0], peer_ends.shape[0]
-    grid = (triton.cdiv(n, 128), n_features)
-    arrived = perm.new_zeros(n_slots)
-    _received_sizes[grid](features, peer_ends, lengths, arrived, n, n_features, peers, 128)
-    sizes, sources = perm.new_zeros(n_features * (n + 1)), perm.new_empty(n_features * (n + 1))
-    ends = arrived.cumsum(0)
-    _combine_pieces[grid](features, perm, peer_ends, ends, sizes, sources, n, n_features, peers, 128)
+    sources, sizes, received = (perm.new_empty(n_features * n + more) for more in (0, 1, 1))
+    grid = (triton.cdiv(n, BLOCK), n_features)
+    _received_sizes[grid](features, peer_ends, lengths, received, n, n_features, peers, BLOCK)
+    received = received.cumsum(0)
+    _combine_pieces[grid](features, perm, peer_ends, received, sizes, sources, n, n_features, peers, BLOCK)
     return sizes.cumsum(0), sources
 
 
-def copy_pieces(ends, sources, parts, n_bytes):
-    """Fill a buffer of `n_bytes` from the pieces: `parts` are its elements of one size each, one after another."""
-    n_tiles = triton.cdiv(n_bytes, TILE) + 1
-    slots = ends.new_empty(n_tiles)
-    _look_up[(triton.cdiv(n_tiles, 128),)](ends, slots, ends.shape[0], n_tiles, TILE, 128)
-    begin = 0
-    for part, whole in parts:
-        stop = begin + part.nbytes
-        if begin < stop:
-            block = TILE // part.element_size()
-            grid = (triton.cdiv(stop, TILE) - begin // TILE,)
-            _copy[grid](ends, sources, slots, whole, begin, stop, TILE, block, 8, num_warps=min(8, block // 128))
-        begin = stop
+def copy_pieces(features, bounds, sources, whole, n_bytes, first_slots, offsets=None):
+    """Fill `n_bytes` of a buffer from the pieces; where offsets [features, samples + 1] are given, fill them as well.
+    Elements of 4, 2 and 1 bytes begin at `first_slots`."""
+    n_slots, n_tiles = sources.shape[0], triton.cdiv(n_bytes, TILE)
+    tiles = bounds.new_empty(4 * (n_tiles + 1))
+    n_samples, grid = n_slots // features.shape[0], n_tiles // BLOCK + 1
+    if offsets is not None:
+        grid += features.shape[0] * (n_samples // BLOCK + 1)
+    _look_up[(grid,)](
+        features, bounds, sources, tiles, offsets, n_slots, n_tiles, n_samples, TILE, BLOCK, offsets is not None
+    )
+    if n_tiles:
+        out, small = whole.data_ptr(), first_slots[1] < n_slots
+        _copy[(n_tiles,)](
+            tiles, bounds, sources, out, n_bytes, n_slots, *first_slots, TILE, small, 8, num_warps=2, maxnreg=64
+        )

@@ -33,12 +33,15 @@ def _gather(source, index, out, n, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMN
 
 
 @triton.jit
-def _state(weight, momentum, row, column, DIM: tl.constexpr, MODE: tl.constexpr):
-    """What a step changes, asked for before the gradients so that both are on the way together."""
+def _weights(weight, row, column, DIM: tl.constexpr):
     inside = (row >= 0)[:, None] & (column < DIM)[None, :]
-    w = tl.load(weight + row[:, None].to(tl.int64) * DIM + column[None, :], mask=inside, other=0.0)
-    m = tl.load(momentum + row, mask=row >= 0, other=0.0) if MODE == 2 else 0.0
-    return w, m
+    return tl.load(weight + row[:, None].to(tl.int64) * DIM + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _momenta(momentum, row, MODE: tl.constexpr):
+    # to be kept in the cache: neighbours share what one access brings, and each is written back
+    return tl.load(momentum + row, mask=row >= 0, other=0.0, eviction_policy="evict_last") if MODE == 2 else row
 
 
 @triton.jit
@@ -68,6 +71,11 @@ def _bounds(ends, segment, n_segments, LONG: tl.constexpr):
 
 
 @triton.jit
+def _rows_at(rows, segment, there, MODE: tl.constexpr):
+    return tl.load(rows + segment, mask=there, other=-1).to(tl.int32) if MODE != 0 else tl.zeros_like(segment)
+
+
+@triton.jit
 def _entries(order, begin, length, entry, UNROLL: tl.constexpr):
     """The next entries of each segment, -1 where it has no more."""
     at = ()
@@ -90,34 +98,40 @@ def _add(total, x, at, column, DIM: tl.constexpr, UNROLL: tl.constexpr):
 def _short_segments(
     x, order, ends, out, rows, weight, momentum, n_segments, lr, eps,
     DIM: tl.constexpr, MODE: tl.constexpr, LONG: tl.constexpr, SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    UNROLL: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
-    stride = tl.num_programs(0).to(tl.int64) * SEGMENTS
-    first = tl.program_id(0).to(tl.int64) * SEGMENTS
+    stride = tl.num_programs(0).to(INDEX) * SEGMENTS
+    first = tl.program_id(0).to(INDEX) * SEGMENTS
     segment = first + tl.arange(0, SEGMENTS)
-    # Bounds are fetched two rounds ahead and indices one, so that a round waits for its rows alone.
+    # Bounds and rows are fetched two rounds ahead, indices and momenta one, so that a round waits for its rows alone.
     begin, length, live = _bounds(ends, segment, n_segments, LONG)
     begin1, length1, live1 = _bounds(ends, segment + stride, n_segments, LONG)
     at = _entries(order, begin, length, 0, UNROLL)
-    row = tl.load(rows + segment, mask=live, other=-1).to(tl.int32) if MODE != 0 else begin
-    for _ in range(first, n_segments, stride):
+    row = _rows_at(rows, segment, live, MODE)
+    row1 = _rows_at(rows, segment + stride, live1, MODE)
+    m = _momenta(momentum, row, MODE)
+    for here in range(first, n_segments, stride):
+        segment = here + tl.arange(0, SEGMENTS)
         begin2, length2, live2 = _bounds(ends, segment + 2 * stride, n_segments, LONG)
         at1 = _entries(order, begin1, length1, 0, UNROLL)
-        row1 = tl.load(rows + segment + stride, mask=live1, other=-1).to(tl.int32) if MODE != 0 else begin1
+        row2 = _rows_at(rows, segment + 2 * stride, segment + 2 * stride < n_segments, MODE)
+        m1 = _momenta(momentum, row1, MODE)
         if MODE != 0:
-            w, m = _state(weight, momentum, row, column, DIM, MODE)
+            w = _weights(weight, row, column, DIM)
+        # Not the `length` at hand: as the bound of an inner loop, Triton (3.6, 3.7) takes what a loop carries for what
+        # it began with, when it changes layouts.
+        _, lengths, _ = _bounds(ends, segment, n_segments, LONG)
         total = _add(tl.zeros((SEGMENTS, COLUMNS), tl.float32), x, at, column, DIM, UNROLL)
-        for entry in range(UNROLL, tl.max(length, 0), UNROLL):
+        for entry in range(UNROLL, tl.max(lengths, 0), UNROLL):
             total = _add(total, x, _entries(order, begin, length, entry, UNROLL), column, DIM, UNROLL)
         if MODE == 0:
-            to = out + segment[:, None] * DIM + column[None, :]
+            to = out + segment[:, None].to(tl.int64) * DIM + column[None, :]
             tl.store(to, total.to(out.dtype.element_ty), mask=live[:, None] & (column < DIM)[None, :])
         else:
-            _step(weight, momentum, row, w, m, total, column, lr, eps, DIM, MODE)
-        segment += stride
-        begin, length, live, at, row = begin1, length1, live1, at1, row1
-        begin1, length1, live1 = begin2, length2, live2
+            _step(weight, momentum, tl.where(live, row, -1), w, m, total, column, lr, eps, DIM, MODE)
+        begin, length, live, at, row, m = begin1, length1, live1, at1, row1, m1
+        begin1, length1, live1, row1 = begin2, length2, live2, row2
 
 
 @triton.jit
@@ -163,7 +177,7 @@ def _long_segments(
             one = tl.min(tl.where(long & (segment > one), segment, n_segments), 0)
             if MODE != 0:
                 row = tl.load(rows + one + tl.zeros((1,), tl.int32)).to(tl.int32)
-                w, m = _state(weight, momentum, row, column, DIM, MODE)
+                w, m = _weights(weight, row, column, DIM), _momenta(momentum, row, MODE)
             total = _sum_long(x, order, ends, one, column, DIM, UNROLL)
             if MODE == 0:
                 tl.store(out + one * DIM + column, total.to(out.dtype.element_ty), mask=column < DIM)
@@ -207,13 +221,14 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
     columns = triton.next_power_of_2(dim)
     # Small rows: 16 bytes to a thread, and four entries at once, since the longest segment of a tile keeps the others
     # waiting. Measured on an H200.
-    small = columns * x.element_size() <= 256
+    small = columns * x.element_size() <= 512
     tile, unroll = (512, 4) if small else (1024, 2)
     segments = max(1, tile // (columns * x.element_size()))
     warps = min(16, max(1, columns // 512))
     grid = (min(triton.cdiv(n, segments), _processors(x.device) * programs),)
+    index = tl.int32 if n + 3 * grid[0] * segments < 2**31 else tl.int64
     # A product and a sum must not become one instruction that rounds once: the reference rounds twice.
-    _short_segments[grid](*args, segments, columns, unroll, num_warps=warps, enable_fp_fusion=False)
+    _short_segments[grid](*args, segments, columns, unroll, index, num_warps=warps, enable_fp_fusion=False)
     most = order.shape[0] if longest is None else min(longest, order.shape[0])
     if most > LONG:
         warps = min(16, max(1, columns // 32))

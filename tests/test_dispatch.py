@@ -75,6 +75,32 @@ def long_and_single_entries_side_by_side(device: str) -> None:
     check(40, 5, ((torch.int64, (), 900), *((torch.float32, (), 1),) * 30), device)
 
 
+def pieces_over_many_tiles(device: str) -> None:
+    most = 20_000  # bytes of a sample
+    types = (torch.int64, torch.float32, torch.bfloat16, torch.bool)
+    check(5, 3, [(t, (), most // t.itemsize) for t in types], device)
+    check(3, 2, ((torch.bool, (), most), (torch.uint8, (3,), most // 3)), device)
+
+
+def more_entries_than_there_are(device: str) -> None:
+    """The offsets tell what there is; nothing is taken from behind the slab."""
+    mark, spare = 0x5A17_C0DE_5A17_C0DE, 2000
+    fs, ends = batch(6, ((torch.int64, (), 300), (torch.int64, (), 5)), device), peers(6, 3, device)
+    perm, kinds, entries = torch.randperm(6).to(device), [d.kind_of(f) for f in fs], [f.values.shape[0] for f in fs]
+    packed, n = d.dispatch_on_device(fs, perm, ends), sum(entries)
+    marked = torch.full((n + 2 * spare,), mark, device=device)
+    marked[:n] = packed.data[8]
+    slabs = d.Slabs({8: marked[:n]}, packed.lengths)
+    expected = d.combine_reference(slabs, perm, ends, kinds)
+    for more in ((0, spare), (spare, 0), (spare, spare)):
+        got = d.combine_on_device(slabs, perm, ends, kinds, [n + m for n, m in zip(entries, more, strict=True)])
+        for number, (mine, right) in enumerate(zip(got, expected, strict=True)):
+            assert torch.equal(mine.offsets, right.offsets)
+            assert not (mine.values == mark).any()
+            if not any(more[:number]):
+                assert torch.equal(mine.values[: entries[number]], right.values)
+
+
 def random_batches(device: str) -> None:
     @settings(max_examples=8 if device == "cpu" else 100, deadline=None, database=None)
     @given(st.integers(0, 12), st.integers(1, 6), st.lists(st.sampled_from(MIXED), max_size=4), st.integers(0, 2**31))
@@ -85,7 +111,10 @@ def random_batches(device: str) -> None:
     run()
 
 
-CASES = [all_kinds_of_features, nothing_to_send, long_and_single_entries_side_by_side, random_batches]
+CASES = [
+    all_kinds_of_features, nothing_to_send, long_and_single_entries_side_by_side, pieces_over_many_tiles,
+    more_entries_than_there_are, random_batches,
+]  # fmt: skip
 test_in_the_interpreter = in_the_interpreter(__file__, CASES)
 
 

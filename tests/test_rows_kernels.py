@@ -252,6 +252,33 @@ class TestKernelsOnGpu(OnGpu):
         rows.update_rows(weight, None, grad, at, order, ends, 0.3, 0.0, "sgd")
         assert torch.equal(weight, expected)
 
+    @pytest.mark.parametrize("dim, dtype", ((32, torch.float32), (64, torch.bfloat16), (256, torch.float32)))
+    @pytest.mark.parametrize("most", (8, 40), ids=("short", "some-long"))
+    def test_every_program_takes_many_turns(self, dim, dtype, most):
+        """More segments than all programs take at once, and few programs: numbers that add exactly, so all bits."""
+        from freescale.kernels import rows_triton
+
+        n = 400_000
+        lengths = torch.randint(0, 5, (n,), device="cuda")
+        lengths[torch.rand(n, device="cuda") < 0.02] = most
+        ends, order = lengths.cumsum(0), torch.randperm(int(lengths.sum()), device="cuda")
+        grad = torch.randint(-2, 3, (order.numel(), dim), device="cuda").to(dtype)
+        weight = torch.randint(-3, 4, (2 * n, dim), device="cuda").to(dtype)
+        at = torch.randperm(2 * n, device="cuda")[:n].sort().values
+        total = reference.sum_rows(grad, order, ends)
+        for momentum in (None, torch.randint(0, 4, (2 * n,), device="cuda").float()):
+            expected = weight.clone(), None if momentum is None else momentum.clone()
+            rows.update_rows_reference(*expected, grad, at, order, ends, 0.25, 1e-8)
+            for programs in (256, 3):
+                out = torch.empty_like(total)
+                rows_triton._launch(grad, order, ends, out, None, None, None, 0.0, 0.0, rows_triton.SUM, programs=programs)
+                assert torch.equal(out, total)
+                got = weight.clone(), None if momentum is None else momentum.clone()
+                mode = rows_triton.SGD if momentum is None else rows_triton.ADAGRAD
+                rows_triton._launch(grad, order, ends, None, at, *got, 0.25, 1e-8, mode, programs=programs)
+                assert torch.equal(got[0], expected[0])
+                assert momentum is None or torch.equal(got[1], expected[1])
+
     @pytest.mark.parametrize("dim", (32, 700))
     def test_a_row_does_not_depend_on_the_others(self, dim):
         lengths = torch.randint(0, 30, (500,)).tolist()
