@@ -380,7 +380,7 @@ def stress(kind, device, caching):
     assert bool(os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")) != caching
     transport = opened(kind, device, piece_bytes=64 << 10)
     draw, order = random.Random(7), random.Random(dist.get_rank())
-    streams = [torch.cuda.ExternalStream(s) for pair in transport.streams for s in pair]
+    streams = [torch.cuda.ExternalStream(s) for pair in transport.streams for way in pair for s in way]
     side, flying = torch.cuda.Stream(), []
     for number in range(30 if caching else 12):
         with torch.cuda.stream(order.choice(streams)):
