@@ -12,7 +12,6 @@ so nothing moves; small instances have a row `exact`. All but the training run (
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -24,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
+from command_line import parser
 from freescale.runtime import assignment, balance, problem, swaps
 from freescale.runtime.cost import FittedCost
 
@@ -177,9 +177,7 @@ def training(quick: bool) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--quick", action="store_true", help="3 draws instead of 9")
-    p.add_argument("--json", metavar="FILE")
+    p = parser(__doc__, "3 draws instead of 9")
     p.add_argument("--no-train", action="store_true", help="leave the training run out")
     args = p.parse_args()
     seeds, repetitions = (3, 3) if args.quick else (9, 7)

@@ -19,7 +19,6 @@ took longest: medians and quartiles over steps.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -35,6 +34,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
 
 import numpy as np  # noqa: E402
+
+from command_line import parser  # noqa: E402
 
 RANKS, ITEMS, DIM, HEADS, BLOCKS, BATCH = 2, 20_000, 32, 2, 2, 16
 MODES = {"lognormal": ("off", "on"), "equal": ("off", "moving")}
@@ -246,9 +247,7 @@ def table(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--quick", action="store_true", help="fewer rounds, no code generation: under a minute")
-    p.add_argument("--json", metavar="FILE")
+    p = parser(__doc__, "fewer rounds, no code generation: under a minute")
     p.add_argument("--codegen", choices=("inductor", "eager"))
     args = p.parse_args()
     result = run(args.quick, args.codegen)

@@ -14,7 +14,6 @@ TFLOP/s are those of the products that the definition needs, two forward and fiv
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from command_line import parser
 from freescale.kernels import staged
 from gpu_machine import machine, quartiles, write
 from hstu_triton import hstu_attention
@@ -336,10 +336,7 @@ def worst_kept(rows: list[dict[str, Any]], work: str, beside: str) -> float:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--quick", action="store_true", help="fewer turns, 8 and 32 blocks only")
-    p.add_argument("--json", metavar="FILE")
-    args = p.parse_args()
+    args = parser(__doc__, "fewer turns, 8 and 32 blocks only").parse_args()
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     transport = staged.open_transport(dist.group.WORLD, network="memory")

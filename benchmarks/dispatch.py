@@ -14,7 +14,6 @@ index per feature for all peers and then cuts it, the best that indexing can do.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from command_line import parser
 from freescale.kernels import dispatch as d
 from gpu_machine import machine, quartiles, write
 
@@ -123,10 +123,7 @@ def measure(features: list[d.Jagged], world: int, rounds: int, slow_rounds: int)
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--quick", action="store_true", help="32 and 512 ranks, five rounds")
-    p.add_argument("--json", metavar="FILE")
-    args = p.parse_args()
+    args = parser(__doc__, "32 and 512 ranks, five rounds").parse_args()
     torch.manual_seed(1)
     worlds, rounds, slow = ((32, 512), 5, 1) if args.quick else (WORLDS, 20, 3)
     features = make_batch()

@@ -11,7 +11,6 @@ ranks at once, both directions busy, bytes of one direction.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import subprocess
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from command_line import parser
 from freescale.kernels import staged
 from gpu_machine import machine, quartiles, write
 
@@ -195,10 +195,7 @@ def rank_main(rank: int, world: int, store: str, quick: bool, pieces: list[int],
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--quick", action="store_true", help="2 ranks, up to 128 MB")
-    p.add_argument("--json", metavar="FILE")
-    args = p.parse_args()
+    args = parser(__doc__, "2 ranks, up to 128 MB").parse_args()
     context, worlds = mp.get_context("spawn"), []
     with mps() as under_mps:
         print(f"one GPU, {'under MPS' if under_mps else 'WITHOUT MPS: ranks take turns'}; uneven counts")

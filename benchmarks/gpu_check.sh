@@ -36,7 +36,7 @@ sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitco
 check sanitizer_rows 200 "${sanitizer[@]}" tests/test_rows_kernels.py
 check sanitizer_dispatch 200 "${sanitizer[@]}" tests/test_dispatch.py
 check transports 300 pytest -q -m gpu tests/test_transports.py
-check balance 150 pytest -q -m gpu tests/test_balance_loader.py
+check balance 150 pytest -q -m gpu tests/test_moving.py
 check contention 150 python3 benchmarks/contention.py $quick --json "$results/contention.json"
 check exchange_gpu 200 python3 benchmarks/exchange_gpu.py $quick --json "$results/exchange_gpu.json"
 check kernels_gpu 150 python3 benchmarks/kernels_gpu.py $quick --json "$results/kernels_gpu.json"

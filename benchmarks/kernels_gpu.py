@@ -15,13 +15,13 @@ sleeping kernel; medians of interleaved runs. Inputs:
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import freescale.kernels  # noqa: F401
+from command_line import parser
 from freescale.kernels import reference, rows
 from gpu_machine import machine, quartiles, write
 
@@ -131,10 +131,7 @@ def measure(dim: int, dtype: torch.dtype, n: int, rounds: int) -> list[dict[str,
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--quick", action="store_true", help="two row sizes, five rounds")
-    p.add_argument("--json", metavar="FILE")
-    args = p.parse_args()
+    args = parser(__doc__, "two row sizes, five rounds").parse_args()
     torch.manual_seed(1)
     n, rounds, shapes = (2_000_000, 5, (SHAPES[0], SHAPES[2])) if args.quick else (3_000_000, 15, SHAPES)
     print(f"{'kernel':>16} {'dim':>4} {'dtype':>9} {'ms':>8} {'GB/s':>7} {'of copy':>7} {'over torch':>10}  rows")

@@ -37,6 +37,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import netlab  # noqa: E402
+from command_line import parser  # noqa: E402
 
 FAST, SLOW, OWN = "exchange/compute 0.5", "exchange/compute 2", "own exchange/compute 2"
 CHUNKS = [16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10]
@@ -146,9 +147,7 @@ def run_section(section: str, ranks: int, settings: dict[str, Any]) -> dict[str,
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--quick", action="store_true", help="small model, no code generation, few steps: does it run?")
-    p.add_argument("--json", metavar="FILE")
+    p = parser(__doc__, "small model, no code generation, few steps: does it run?")
     p.add_argument("--ranks", type=int, default=2)
     p.add_argument("--single", action="store_true", help="only: one rank, everything against plain Inductor")
     p.add_argument("--priority", action="store_true", help="only: an urgent all-to-all while a large one is under way")

@@ -9,7 +9,6 @@ the making and the travelling of messages. Every rank has the same number of ids
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from command_line import parser
 from freescale.kernels import asking, plan
 from freescale.runtime import steps
 
@@ -152,10 +152,7 @@ def memory(p: steps.StepPlan) -> dict[str, int]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--quick", action="store_true", help="200,000 ids per rank instead of a million")
-    p.add_argument("--json", metavar="FILE")
-    args = p.parse_args()
+    args = parser(__doc__, "200,000 ids per rank instead of a million").parse_args()
     torch.set_num_threads(1)
     per_rank, rounds, batches = (200_000, 2, 2) if args.quick else (1_000_000, 3, 3)
     print(f"SIMULATED ranks: one process does one rank's planning; {per_rank} ids per rank, Zipf over {TABLE} rows.")

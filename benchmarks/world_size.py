@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from command_line import parser
+
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 
@@ -36,9 +38,7 @@ def measure(world: int) -> dict[str, float]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--quick", action="store_true", help="one repetition instead of five")
-    p.add_argument("--json", metavar="FILE")
+    p = parser(__doc__, "one repetition instead of five")
     p.add_argument("--one", type=int, help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.one:

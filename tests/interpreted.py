@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
+import torch
 
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -28,6 +30,19 @@ def in_the_interpreter(file: str, cases: Sequence[Callable[[str], None]]) -> Cal
     def test(case: str) -> None:
         said = _outcomes(file)[case]
         assert said == "ok", said
+
+    return test
+
+
+def on_a_gpu(cases: Sequence[Callable[[str], None]]) -> Callable[..., None]:
+    """The test that each case holds on a GPU."""
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    @pytest.mark.parametrize("case", cases, ids=lambda c: c.__name__)
+    def test(case: Callable[[str], None]) -> None:
+        torch.manual_seed(7)
+        case("cuda")
 
     return test
 

@@ -1,6 +1,7 @@
 """Run a function on several gloo ranks and bring back what each returned.
 
-Ranks come from a forkserver that has torch loaded already, so they start in a tenth of a second.
+Ranks come from a forkserver that has torch loaded and warm (warm_ranks.py), so they start in a tenth of a second. What a
+C++ compiler made for one rank serves all others of the session; graphs are compiled anew, so every rank runs the passes.
 """
 
 from __future__ import annotations
@@ -9,35 +10,52 @@ import importlib.util
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 # Importing Inductor touches CUDA where there is one, and a process forked after that cannot use it: spawn there.
 _context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-_preload = ["torch", "torch.distributed", "torch._inductor.compile_fx", "numpy"]
 HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu"))
-if HAS_TORCHREC:
-    _preload += ["torchrec", "torchrec.distributed.embedding", "torchrec.distributed.planner"]
-if _context.get_start_method() == "forkserver":
-    _context.set_forkserver_preload(_preload)
+
+
+@cache
+def _warm() -> None:
+    """Start the forkserver, which finds modules by PYTHONPATH alone."""
+    if _context.get_start_method() != "forkserver":
+        return
+    _context.set_forkserver_preload(["warm_ranks"])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), *sys.path])):
+        forkserver.ensure_running()
+
+
+_made_by_compilers = tempfile.TemporaryDirectory(prefix="freescale-tests-")
 
 
 class RankFailed(AssertionError):
     """A rank raised; the message holds every failed rank's traceback."""
 
 
-def _rank(fn, rank, world, store, timeout, env, pipe, args):
+def _rank(fn, rank, world, store, timeout, env, own, pipe, args):
     os.environ.update({"OMP_NUM_THREADS": "1", **env})
     import torch
+    import torch._functorch.config
+    import torch._inductor.config
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    graphs_too = "TORCHINDUCTOR_CACHE_DIR" in own
+    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = graphs_too
     try:
         dist.init_process_group(
             "gloo",
@@ -64,15 +82,16 @@ def run_ranks(
     expect_errors: bool = False,
 ) -> list[Any]:
     """`fn(*args)` on every rank. With `expect_errors`, each rank's error as text in place of its result."""
+    _warm()
     with tempfile.TemporaryDirectory() as folder:
-        base = {"TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "cache"), **(env or {})}
         pipes, ranks = [], []
         for rank in range(world):
             ours, theirs = _context.Pipe(duplex=False)
-            their_env = {**base, **(env_of or {}).get(rank, {})}
+            own = {**(env or {}), **(env_of or {}).get(rank, {})}
+            their_env = {"TORCHINDUCTOR_CACHE_DIR": _made_by_compilers.name, **own}
             p = _context.Process(
                 target=_rank,
-                args=(fn, rank, world, os.path.join(folder, "store"), timeout, their_env, theirs, args),
+                args=(fn, rank, world, os.path.join(folder, "store"), timeout, their_env, own, theirs, args),
                 daemon=True,
             )
             p.start()
@@ -126,6 +145,7 @@ def _alone(fn, args, pipe):
 
 def run_ranks_apart(fn: Callable[..., Any], calls: list[tuple], timeout: float = 240) -> list[Any]:
     """`fn(*args)` for each of `calls`, each in a fresh process without a process group of its own."""
+    _warm()
     results = []
     for args in calls:
         ours, theirs = _context.Pipe(duplex=False)

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.kernels import dispatch as d
-from interpreted import in_the_interpreter, run_cases
+from interpreted import in_the_interpreter, needs_gpu, on_a_gpu, run_cases
 
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 MIXED = (  # type, shape of an entry, most entries of a sample
     (torch.int64, (), 9),
     (torch.float32, (), 5),
@@ -116,6 +115,7 @@ CASES = [
     more_entries_than_there_are, random_batches,
 ]  # fmt: skip
 test_in_the_interpreter = in_the_interpreter(__file__, CASES)
+test_on_a_gpu = on_a_gpu(CASES)
 
 
 # ---- definitions ---------------------------------------------------------------------------------------------------
@@ -181,11 +181,6 @@ def test_bad_input(feature, words):
 
 class TestOnGpu:
     pytestmark = needs_gpu
-
-    @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
-    def test_case(self, case):
-        torch.manual_seed(7)
-        case("cuda")
 
     @pytest.mark.parametrize("world", (1, 32, 512))
     def test_long_histories(self, world):

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from interpreted import HAS_TRITON, in_the_interpreter, run_cases
+from interpreted import HAS_TRITON, in_the_interpreter, needs_gpu, on_a_gpu, run_cases
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 NAMES = ("out", "dq", "dk", "dv")
 
 
@@ -68,6 +67,7 @@ def the_future_is_not_seen(device: str) -> None:
 
 CASES = [lengths_of_any_size, whole_tiles, the_future_is_not_seen]
 test_in_the_interpreter = in_the_interpreter(__file__, CASES)
+test_on_a_gpu = on_a_gpu(CASES)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no triton")
@@ -82,11 +82,6 @@ def test_bad_input():
 
 class TestOnGpu:
     pytestmark = needs_gpu
-
-    @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
-    def test_case(self, case):
-        torch.manual_seed(7)
-        case("cuda")
 
     @pytest.mark.parametrize("length", (2048, 1000))
     def test_as_the_benchmark_runs_it(self, length):

@@ -13,10 +13,9 @@ from torch.library import opcheck
 import freescale.kernels  # noqa: F401
 from freescale.kernels import reference, rows
 from freescale.runtime.native import ShardedEmbedding
-from interpreted import in_the_interpreter, run_cases
+from interpreted import in_the_interpreter, needs_gpu, on_a_gpu, run_cases
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def segments(lengths: list[int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,6 +158,7 @@ CASES = [
     random_segments,
 ]
 test_in_the_interpreter = in_the_interpreter(__file__, CASES)
+test_on_a_gpu = on_a_gpu(CASES)
 
 
 # ---- definitions and ops -------------------------------------------------------------------------------------------
@@ -215,10 +215,6 @@ class OnGpu:
 
 
 class TestKernelsOnGpu(OnGpu):
-    @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
-    def test_case(self, case):
-        case("cuda")
-
     def test_nothing_waits_for_the_device(self):
         weight, at, order, ends = _table(32, "cuda", torch.float32, SKEWED)
         grad, momentum = torch.randn(sum(SKEWED), 32, device="cuda"), torch.rand(weight.shape[0], device="cuda")
