@@ -33,7 +33,9 @@ from freescale.kernels.rings import LEVELS, Step, level_of
 from freescale.kernels.segment import Presence
 
 _LOOK_EVERY = 0.05  # seconds
-STREAMS = 2  # in each direction, taken in turn: while one signals, the other copies
+# In each direction, taken in turn: while one signals, the other copies. With three, the levels need more streams than
+# there are hardware queues, and urgent messages stood behind bulk ones (measured on an H200).
+STREAMS = 2
 FAR = 0x40000000  # ahead of every round that a stream may wait for, as 32-bit numbers that wrap around
 
 
