@@ -1,6 +1,6 @@
 """Preloaded by the forkserver of ranks.py: what every rank would import and prepare before its first compilation.
 
-It knows nothing of freescale, and starts no thread that a fork would lose.
+It knows nothing of freescale, and starts no thread that a fork would lose: so no gradients here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ if all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbge
 def _warm_up() -> None:
     tqdm.tqdm.monitor_interval = 0  # else a thread
     torch.set_num_threads(1)
-    x = torch.ones(3, requires_grad=True)
-    torch.compile(lambda x: (x * 2).relu().sum(), backend="aot_eager")(x).backward()
+    torch.compile(lambda x: (x * 2).relu().sum(), backend="aot_eager")(torch.ones(3))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     joint_graph.lazy_init()
