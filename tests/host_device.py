@@ -25,7 +25,6 @@ class HostDriver:
         self.names = itertools.count(1)
         self.queues: dict[int, queue.SimpleQueue] = {}
         self.pins: dict[int, int] = {}
-        self.most_pins = 0
 
     def enter_thread(self):
         pass
