@@ -75,7 +75,7 @@ $(STAMP): pyproject.toml Makefile
 train: $(STAMP) ## train the example on RANKS (2) processes for STEPS (20) steps
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_hstu.py --steps $(STEPS) $(ARGS)
 
-test: $(STAMP) ## run the tests (SLOW=1: the slow ones too); those for a GPU skip themselves where there is none
+test: $(STAMP) ## run the tests (SLOW=1: the slow ones too, FRESH=1: other random numbers); those for a GPU skip themselves where there is none
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(if $(SLOW),,-m "not slow") $(ARGS)
 
 lint: $(STAMP) ## check style (ruff) and types (mypy)

@@ -23,10 +23,25 @@ BACKWARD_QUERIES = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}
 
 
 @triton.jit
-def _tanh(x, APPROXIMATE: tl.constexpr):
-    if APPROXIMATE:  # one instruction, good to about 2**-11, which bfloat16 does not see
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+def _tanh_approximate(x):
+    """One instruction, good to about 2**-11, which bfloat16 does not see."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _sigmoid(half, APPROXIMATE: tl.constexpr):
+    """Of 2 half. Not by 1 + tanh where float32 counts: for very negative arguments that has no digits left."""
+    if APPROXIMATE:
+        return 0.5 + 0.5 * _tanh_approximate(half)
+    return 1.0 / (1.0 + tl.exp(-2.0 * half))
+
+
+@triton.jit
+def _silu(half, APPROXIMATE: tl.constexpr):
+    """Of 2 half."""
+    if APPROXIMATE:
+        return half + half * _tanh_approximate(half)
+    return 2.0 * half * _sigmoid(half, False)
 
 
 @triton.jit
@@ -54,7 +69,7 @@ def _out_of_tiles(
     for start in range(first, end, KEYS):
         key = start + tl.arange(0, KEYS)
         half = tl.dot(q, tl.trans(_rows(k, key, length, DIM, WHOLE))) * half_scale
-        score = half + half * _tanh(half, APPROXIMATE)  # silu(2 half)
+        score = _silu(half, APPROXIMATE)
         if DIAGONAL:
             score = tl.where(query[:, None] >= key[None, :], score, 0.0)
         total = tl.dot(score.to(v.dtype.element_ty), _rows(v, key, length, DIM, WHOLE), total)
@@ -81,7 +96,7 @@ def _forward(
 @triton.jit
 def _silu_and_slope(half, APPROXIMATE: tl.constexpr):
     """silu and its derivative at 2 half."""
-    sigmoid = 0.5 + 0.5 * _tanh(half, APPROXIMATE)
+    sigmoid = _sigmoid(half, APPROXIMATE)
     score = 2.0 * half * sigmoid
     return score, sigmoid * (1.0 + 2.0 * half - score)
 

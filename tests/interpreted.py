@@ -18,6 +18,8 @@ from functools import cache
 import pytest
 import torch
 
+from conftest import seed
+
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -41,7 +43,6 @@ def on_a_gpu(cases: Sequence[Callable[[str], None]]) -> Callable[..., None]:
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
     @pytest.mark.parametrize("case", cases, ids=lambda c: c.__name__)
     def test(case: Callable[[str], None]) -> None:
-        torch.manual_seed(7)
         case("cuda")
 
     return test
@@ -61,11 +62,12 @@ def run_cases(cases: Sequence[Callable[[str], None]]) -> None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     said = {}
     for case in cases:
+        chosen = seed()
         try:
             case("cpu" if interpreted else "cuda")
             said[case.__name__] = "ok"
         except Exception:
-            said[case.__name__] = traceback.format_exc()
+            said[case.__name__] = f"seed {chosen}\n{traceback.format_exc()}"
     print(json.dumps(said))
     if not interpreted:
         sys.exit(any(word != "ok" for word in said.values()))
