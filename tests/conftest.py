@@ -28,3 +28,13 @@ def seed() -> int:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     print("seed", seed())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Those of Triton's interpreter are slow and need one core: they begin now."""
+    import interpreted
+
+    found = (getattr(item.obj, "in_the_interpreter", None) for item in session.items if isinstance(item, pytest.Function))
+    if interpreted.HAS_TRITON and not session.config.option.collectonly:
+        for file in dict.fromkeys(filter(None, found)):
+            interpreted.start(file)

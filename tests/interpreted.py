@@ -1,11 +1,13 @@
 """Triton kernels on the CPU, in Triton's interpreter.
 
 The interpreter must be chosen before Triton is imported, so the cases of a test file run in a process of their own: the
-file itself, as a program (`run_cases`), started once for all of its tests (`in_the_interpreter`).
+file itself, as a program (`run_cases`), started once for all of its tests (`in_the_interpreter`), when pytest has found
+them: it takes its time while other tests run.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import os
@@ -33,6 +35,7 @@ def in_the_interpreter(file: str, cases: Sequence[Callable[[str], None]]) -> Cal
         said = _outcomes(file)[case]
         assert said == "ok", said
 
+    test.in_the_interpreter = file
     return test
 
 
@@ -49,12 +52,22 @@ def on_a_gpu(cases: Sequence[Callable[[str], None]]) -> Callable[..., None]:
 
 
 @cache
+def start(file: str) -> subprocess.Popen[str]:
+    """Run the cases of a test file, in the background and with the least priority."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = ["nice", "-n", "19", sys.executable, file]
+    running = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    atexit.register(running.kill)
+    return running
+
+
+@cache
 def _outcomes(file: str) -> dict[str, str]:
     """For each case of the test file "ok", or why not."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    running = start(file)
+    said, errors = running.communicate(timeout=280)
+    assert running.returncode == 0, errors
+    return json.loads(said.splitlines()[-1])
 
 
 def run_cases(cases: Sequence[Callable[[str], None]]) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,16 +19,36 @@ from freescale.__main__ import main
 MAKEFILE = Path(__file__).parent.parent / "Makefile"
 
 
-def run(*args: str, cwd: Path, **flags: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("FREESCALE_")}
-    command = [sys.executable, "-m", "freescale", *args]
-    return subprocess.run(command, cwd=cwd, env={**env, **flags}, capture_output=True, text=True, timeout=200)
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
 
 
-def test_words(tmp_path):
-    found = run("doctor", cwd=tmp_path, FREESCALE_TIMEOUT="7")
-    assert found.returncode == 0, found.stdout + found.stderr
-    lines = [" ".join(line.split()) for line in found.stdout.splitlines()]
+@pytest.fixture(scope="module")
+def doctors(tmp_path_factory) -> dict[str, Said]:
+    """Processes of their own, side by side: an import of TorchRec takes its time."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("FREESCALE_")}
+    asked = {
+        "words": ([], {"FREESCALE_TIMEOUT": "7"}),
+        "bad flag": ([], {"FREESCALE_CODEGEN": "foo"}),
+        "json": (["--json"], {}),
+    }
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", "freescale", "doctor", *args], env={**clean, **flags}, text=True,
+            cwd=tmp_path_factory.mktemp("doctor"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for name, (args, flags) in asked.items()
+    }  # fmt: skip
+    said = {name: process.communicate(timeout=200) for name, process in started.items()}
+    return {name: Said(started[name].returncode, *texts) for name, texts in said.items()}
+
+
+def test_words(doctors):
+    found = doctors["words"]
+    assert found.code == 0, found
+    lines = [" ".join(line.split()) for line in found.out.splitlines()]
     assert f"freescale {freescale.__version__}" in lines
     assert f"torch {torch.__version__} (supported)" in lines
     assert "gloo: yes" in lines
@@ -40,18 +61,18 @@ def test_words(tmp_path):
         assert lines[-1] == "Nothing is missing."
 
 
-def test_bad_flag(tmp_path):
-    found = run("doctor", cwd=tmp_path, FREESCALE_CODEGEN="foo")
-    assert found.returncode == 1
-    assert "FREESCALE_CODEGEN must be one of inductor, eager, found 'foo'" in found.stdout
-    assert "freescale cannot be used" in found.stdout
-    assert "Traceback" not in found.stdout + found.stderr
+def test_bad_flag(doctors):
+    found = doctors["bad flag"]
+    assert found.code == 1
+    assert "FREESCALE_CODEGEN must be one of inductor, eager, found 'foo'" in found.out
+    assert "freescale cannot be used" in found.out
+    assert "Traceback" not in found.out + found.err
 
 
-def test_json(tmp_path):
-    found = run("doctor", "--json", cwd=tmp_path)
-    assert found.returncode == 0, found.stdout + found.stderr
-    facts = json.loads(found.stdout)
+def test_json(doctors):
+    found = doctors["json"]
+    assert found.code == 0, found
+    facts = json.loads(found.out)
     assert facts["usable"] is True
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["torch_supported"] is True

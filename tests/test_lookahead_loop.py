@@ -581,12 +581,25 @@ model(next(loop)).backward()
 """
 
 
-@pytest.mark.parametrize("last, code", (("", 0), ("raise SystemExit(3)", 3), ("dist.destroy_process_group()", 0)))
-def test_a_process_with_an_open_loop_ends(last, code, tmp_path):
-    script = AT_EXIT.format(store=tmp_path / "store", last=last)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, done.stderr
-    assert ("gradients of step 0 for table item were not applied" in done.stderr) == ("destroy" in last), done.stderr
+LAST = {"": 0, "raise SystemExit(3)": 3, "dist.destroy_process_group()": 0}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """Exit code and words of processes that end so, side by side."""
+    started = {}
+    for last in LAST:
+        script = AT_EXIT.format(store=tmp_path_factory.mktemp("at_exit") / "store", last=last)
+        started[last] = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    said = {last: process.communicate(timeout=120)[1] for last, process in started.items()}
+    return {last: (process.returncode, said[last]) for last, process in started.items()}
+
+
+@pytest.mark.parametrize("last", LAST)
+def test_a_process_with_an_open_loop_ends(last, ended):
+    code, said = ended[last]
+    assert code == LAST[last], said
+    assert ("gradients of step 0 for table item were not applied" in said) == ("destroy" in last), said
 
 
 # ---- TorchRec ----------------------------------------------------------------------------------------------------
