@@ -1,6 +1,7 @@
 """The background thread of a loop over a LookaheadLoader: load, balance and plan one batch after the other.
 
-It has a gloo group of its own and never touches the training group or the device. Whatever goes wrong on one rank, all
+It has a gloo group of its own and never touches the training group; the device only to read a batch that is there, on
+the default stream, since nobody says on which other one the batch was made. Whatever goes wrong on one rank, all
 ranks hear of it before they do anything together, and each raises in its user's loop. What is done with the plans is in
 order.py, how a batch is balanced in balancing.py.
 """
