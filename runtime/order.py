@@ -46,6 +46,7 @@ class Said(NamedTuple):
     number: int  # of the batch that was handed out last, -1 before the first
     used: int  # has it been through the model?
     pending: int  # the step whose gradients are pending, -1 if none are
+    torn: int  # the step whose backward pass has lost gradients, -1 if none has
     came: int  # what reached the model
 
 
@@ -70,11 +71,13 @@ class Run:
         self.current: Planned | None = None  # handed out last
         self.closed = False  # all ranks have agreed that it ends
         self.broken: str | None = None  # why the ranks can agree on nothing any more
+        self.torn_somewhere = False  # that is why
         self.stop_planning: Callable[[int, bool], None] = lambda more, together: None
         self.behind = 0  # how many batches fewer than the furthest rank this one has taken when the loop ends
         # Per exchange the last step that ran: its late gradients are pending until the next step has taken them.
         self._last: list[steps.StepPlan | None] = [None] * len(exchanges)
         self._updates: list[int] | None = None  # of each table when the step began; None outside a step
+        self._after: list[int] = [0] * len(exchanges)  # updates of each table at the end of its last forward pass
         # The tensors with ids of the last batches, to recognise a batch that comes again.
         self._handed: deque[tuple[int, list[weakref.ref[Any]]]] = deque(maxlen=4)
 
@@ -146,20 +149,33 @@ class Run:
                     _refuse_backward(q.late_slot, int(q.step))
                     q.late_slot = None
             if p.used:
-                self._last[i] = p
+                self._last[i], self._after[i] = p, tables.updates[x.name]
         self._updates = None
 
     # -- pending gradients ---------------------------------------------------------------------------------------
 
     def _left(self) -> Iterator[tuple[Exchange, steps.StepPlan]]:
         for x, q in zip(self.exchanges, self._last, strict=True):
-            if q is not None and q.late_slot is not None and q.late_slot.grad is not None:
+            if q is not None and not q.last and q.late_slot is not None and q.late_slot.grad is not None:
                 yield x, q
+
+    def _torn(self) -> Iterator[tuple[Exchange, steps.StepPlan]]:
+        """Where the backward pass has applied the urgent gradients but never handed over the late ones: it raised in
+        between, or was asked for the gradients of some tensors alone."""
+        for x, q, after in zip(self.exchanges, self._last, self._after, strict=True):
+            if q is not None and not q.last and q.late_slot is not None and q.late_slot.grad is None:
+                if tables.updates[x.name] != after:
+                    yield x, q
 
     @property
     def pending(self) -> int:
         """The step whose gradients are pending, -1 if none are; the same on every rank at the same place."""
         return max((int(q.step) for _, q in self._left()), default=-1)
+
+    @property
+    def torn(self) -> int:
+        """The step whose backward pass was torn, -1 if none was; the ranks may differ."""
+        return max((int(q.step) for _, q in self._torn()), default=-1)
 
     def apply(self) -> None:
         """Send and apply what is pending. Every rank does so at the same place."""
@@ -178,15 +194,17 @@ class Run:
     def lost(self) -> str:
         """What will not be applied, in words; empty if it is nothing."""
         parts = []
-        for x, q in self._left():
-            late = q.late()
-            held, owned = late.grad.shape[0], late.own[0].shape[0]
+        for x, q in (*self._left(), *self._torn()):
+            assert q.late_index is not None
+            held, owned = q.late_index.shape[0], q.late_own[0].shape[0]
             if held or owned:
                 parts.append(
                     f"gradients of step {int(q.step)} for table {x.name} were not applied: {held} rows that this rank "
                     f"computed, {owned} rows that it owns"
                 )
-        return f"freescale: {'; '.join(parts)} ({self.broken})" if parts else ""
+        if parts:
+            return f"freescale: {'; '.join(parts)} ({self.broken})"
+        return f"freescale: {self.broken}" if self.torn_somewhere else ""
 
     def drop_arriving(self) -> None:
         """Rows that were fetched for a batch that will not come: nothing depends on them, but they must arrive."""
@@ -305,7 +323,7 @@ class Tables:
 
     def flush(self) -> None:
         """Apply what is pending before the tables are used outside the planned order."""
-        if self.runs[-1].pending >= 0:
+        if max(self.runs[-1].pending, self.runs[-1].torn) >= 0:
             self._meet(FLUSH)
 
     def _meet(self, kind: int, came: int = UNKNOWN) -> list[Said]:
@@ -319,6 +337,9 @@ class Tables:
                 run.closed, run.behind = True, max(s.number for s in said) - run.number
                 if not same:
                     run.broken = _differ(said)
+            if torn := [rank for rank, s in enumerate(said) if s.torn >= 0]:
+                run.broken, run.torn_somewhere = _torn_on(torn, said[torn[0]].torn), True
+                raise RuntimeError(f"freescale: {run.broken}")
             if same and kinds & {FLUSH, CLOSE}:
                 run.apply()
             if not same or (len(kinds) > 1 and FLUSH not in kinds):
@@ -332,7 +353,7 @@ class Tables:
 
     def _hear(self, run: Run, kind: int, came: int) -> list[Said]:
         used = run.current is not None and run.current.used
-        mine = Said(kind, run.loop, run.number, used, run.pending, came)
+        mine = Said(kind, run.loop, run.number, used, run.pending, run.torn, came)
         timeout = config.load().timeout if kind in (FLUSH, CLOSE) else None
         if run.closed:
             raise RuntimeError("freescale: this LookaheadLoader's loop has ended: the ranks were not at the same place")
@@ -424,15 +445,28 @@ class Tables:
 
 
 def _differ(said: list[Said]) -> str:
+    differ = len({s.pending for s in said}) > 1
+
     def words(s: Said) -> str:
         at = "before its first batch" if s.number < 0 else f"{'after' if s.used else 'at'} batch {s.number}"
-        return f"{_DOES[s.kind]} {at}"
+        left = "none" if s.pending < 0 else f"those of step {s.pending}"
+        return f"{_DOES[s.kind]} {at}" + (f" ({left} of its gradients pending)" if differ else "")
 
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[int]] = {}
     for rank, s in enumerate(said):
-        groups.setdefault(words(s), []).append(str(rank))
-    return "freescale: the ranks are not at the same place: " + "; ".join(
-        f"rank {', '.join(ranks[:8])}{' and others' if len(ranks) > 8 else ''}: {w}" for w, ranks in groups.items()
+        groups.setdefault(words(s), []).append(rank)
+    return "freescale: the ranks are not at the same place: " + "; ".join(f"{_some(r)}: {w}" for w, r in groups.items())
+
+
+def _some(ranks: list[int]) -> str:
+    return f"rank {', '.join(map(str, ranks[:8]))}{' and others' if len(ranks) > 8 else ''}"
+
+
+def _torn_on(ranks: list[int], step: int) -> str:
+    return (
+        f"{_some(ranks)}: the backward pass of step {step} has applied some of its gradients to the tables and lost the "
+        "others: something in it raised (a gradient hook?), or it was asked for the gradients of some tensors only "
+        "(torch.autograd.grad, backward(inputs=...)). Under a LookaheadLoader, call loss.backward(); this loop is over"
     )
 
 

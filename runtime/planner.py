@@ -170,7 +170,7 @@ class Planner:
             return
         for i, p in enumerate(last.plans):
             steps.finish(p, asked[i], plan.split(asked[i], *_all(asked[i])))
-            p.next = steps.nothing_next(p)
+            p.next, p.last = steps.nothing_next(p), True
         self._ready.put(last)
 
     def _hear(

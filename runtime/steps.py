@@ -51,6 +51,7 @@ class StepPlan:
     late_counts: Tensors = ()
     before: Late | None = None
     next: StepPlan | None = None
+    last: bool = False  # of the loop, on every rank: no gradients are late
     used: bool = False
     stats: dict[str, int] = field(default_factory=dict)
 

@@ -6,7 +6,6 @@ import gc
 import logging
 import subprocess
 import sys
-import threading
 import time
 import traceback
 import weakref
@@ -19,102 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 import trec
+from loops import DIM, ROWS, Model, Training, batch_of, compare, data, threads
 from ranks import HAS_TORCHREC, run_ranks
-
-ROWS, DIM = 31, 4
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        import freescale
-
-        torch.manual_seed(0)
-        self.table = freescale.ShardedEmbedding(ROWS, DIM, name="item", optimizer="rowwise_adagrad", lr=0.1)
-        self.out = nn.Linear(DIM, DIM)
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        found = self.table(batch["item"])
-        scale = self.out.bias.index_select(0, batch["pick"])  # a row that is not there fails inside the graph
-        return (torch.tanh(self.out(found)) * found).sum() / 8 + scale.sum()
-
-
-def batch_of(step: int) -> dict[str, torch.Tensor]:
-    rank = dist.get_rank()
-    g = torch.Generator().manual_seed(100 * step + rank)
-    n = 0 if (step + rank) % 6 == 5 else 1 + (7 * step + rank) % 9
-    return {"item": torch.randint(0, ROWS, (n,), generator=g), "pick": torch.tensor([step % DIM])}
-
-
-def data(steps: int, first: int = 0) -> list[dict[str, torch.Tensor]]:
-    return [batch_of(t) for t in range(first, first + steps)]
-
-
-class Training:
-    """One model and its loop, with or without the wrapper; `losses` is everything that the loop sees."""
-
-    compiled: dict[bool, Any] = {}  # compiling costs seconds: one model for all, put back to its beginning each time
-
-    def __init__(self, wrapped: bool) -> None:
-        self.wrapped = wrapped
-        if wrapped not in self.compiled:
-            model = Model()
-            run = torch.compile(
-                model, backend="freescale", fullgraph=True, options={"codegen": "eager", "strict": True}
-            )
-            self.compiled[wrapped] = run, model, {k: v.clone() for k, v in model.state_dict().items()}
-        self.run, self.model, beginning = self.compiled[wrapped]
-        self.model.load_state_dict(beginning)
-        self.model.train()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.losses: list[Any] = []
-
-    def loader(self, batches: Any, **kwargs: Any) -> Any:
-        import freescale
-
-        return freescale.LookaheadLoader(batches, self.run, **kwargs) if self.wrapped else batches
-
-    def step(self, batch: Any, backward: bool = True, clip: bool = False) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
-        loss = self.run(batch)
-        self.losses.append(loss.item())
-        if not backward:
-            return
-        loss.backward()
-        for p in self.model.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad)
-        if clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
-        self.optimizer.step()
-
-    @torch.no_grad()
-    def evaluate(self, batch: Any) -> None:
-        self.model.eval()
-        self.losses.append(self.run(batch).item())
-        self.model.train()
-
-    def now(self) -> dict[str, torch.Tensor]:
-        """The state as it is, without going through state_dict."""
-        return {n: t.detach().clone() for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
-
-
-def threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("freescale")]
-
-
-def compare(loop: Any) -> Training:
-    """`loop(training)` with and without the wrapper: same losses, same weights; no thread stays behind."""
-    plain, wrapped = Training(False), Training(True)
-    loop(plain)
-    loop(wrapped)
-    assert plain.losses == wrapped.losses, (loop.__name__, plain.losses, wrapped.losses)
-    a, b = plain.now(), wrapped.now()
-    for name in a:
-        assert torch.equal(a[name], b[name]), (loop.__name__, name)
-    assert threads() == [], loop.__name__
-    return wrapped
-
 
 # ---- loops that do what they like --------------------------------------------------------------------------------
 

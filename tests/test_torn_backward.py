@@ -1,0 +1,124 @@
+"""A backward pass that updates a table in part: never in silence.
+
+Some gradients are applied inside the backward pass, the late ones are handed to the next step when it ends. Whoever
+stops it in between, or asks autograd for some tensors' gradients only, hears of it at the next use, on every rank.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from loops import Training, data, threads
+from ranks import run_ranks
+
+TORN = "rank 0.*: the backward pass of step 3 has applied some of its gradients to the tables and lost the others"
+# Where this rank has rows to lose; the other then says what all have heard.
+LOST = r"gradients of step 3 for table item were not applied: \d+ rows that this rank computed, \d+ rows that it owns"
+
+
+def only_some(t: Training, batch: Any) -> None:
+    torch.autograd.grad(t.run(batch), list(t.model.parameters()))
+
+
+def only_inputs(t: Training, batch: Any) -> None:
+    t.run(batch).backward(inputs=list(t.model.parameters()))
+
+
+def hook_raises(t: Training, batch: Any, ranks: tuple[int, ...] = (0, 1)) -> None:
+    def refuse(_: torch.Tensor) -> None:
+        if dist.get_rank() in ranks:
+            raise ValueError("a gradient that the user does not like")
+
+    handles = [p.register_post_accumulate_grad_hook(refuse) for p in t.model.parameters()]
+    try:
+        t.run(batch).backward()
+    except ValueError:
+        pass
+    for handle in handles:
+        handle.remove()
+
+
+def hook_raises_on_one_rank(t: Training, batch: Any) -> None:
+    hook_raises(t, batch, (0,))
+
+
+def torn(tear: Any) -> tuple[Training, Any]:
+    """A loop whose last step was torn."""
+    t = Training(True)
+    loop = iter(t.loader(data(9)))
+    for _ in range(3):
+        t.step(next(loop))
+    tear(t, next(loop))
+    return t, loop
+
+
+def left(t: Training, loop: Any) -> None:
+    """Python may say nothing of what is raised while it closes a generator, so the next use says it again."""
+    for use in (loop.close, t.model.state_dict):
+        with pytest.raises(RuntimeError, match=f"{LOST} .*{TORN}|{TORN}"):
+            use()
+    t.model.state_dict()
+
+
+def next_step(tear: Any) -> None:
+    t, loop = torn(tear)
+    batch = next(loop)
+    for _ in range(2):  # the loop is over: it says so every time
+        with pytest.raises(RuntimeError, match=TORN):
+            t.step(batch)
+    left(t, loop)
+
+
+def state_dict(tear: Any) -> None:
+    t, loop = torn(tear)
+    with pytest.raises(RuntimeError, match=TORN):
+        t.model.state_dict()
+    left(t, loop)
+
+
+def end_of_the_loop(tear: Any) -> None:
+    left(*torn(tear))
+
+
+def the_last_step(tear: Any) -> None:
+    """It has no late gradients: nothing is left for later, so nothing can be lost."""
+    t = Training(True)
+    with pytest.raises(StopIteration):
+        loop = iter(t.loader(data(4)))
+        for _ in range(3):
+            t.step(next(loop))
+        tear(t, next(loop))
+        next(loop)
+
+
+def no_backward_at_all(tear: Any) -> None:
+    """Nothing was applied, nothing is lost."""
+    t = Training(True)
+    for i, batch in enumerate(t.loader(data(5))):
+        t.step(batch, backward=i != 3)
+
+
+def _cases() -> dict[str, str]:
+    said = {}
+    for tear in (only_some, only_inputs, hook_raises, hook_raises_on_one_rank):
+        for case in (next_step, state_dict, end_of_the_loop, the_last_step, no_backward_at_all):
+            name = f"{tear.__name__}, {case.__name__}"
+            try:
+                case(tear)
+                assert threads() == []
+                said[name] = "good"
+            except BaseException:  # noqa: BLE001
+                said[name] = traceback.format_exc()
+                return said  # the ranks may be at different places
+    return said
+
+
+def test_a_torn_backward_is_an_error_on_every_rank():
+    for rank, said in enumerate(run_ranks(_cases, 2)):
+        wrong = {name: words for name, words in said.items() if words != "good"}
+        assert not wrong, f"rank {rank}:\n" + "\n".join(f"{name}: {words}" for name, words in wrong.items())
