@@ -17,7 +17,7 @@ Counts (rows per peer) are CPU int64 tensors of length world, so a graph does no
     ..._staged, ..._peer    the same launches over a transport that copies (transports.py)
     sum_rows                sums of rows in a fixed order
     agree                   raises unless every rank of the group is about to run a graph with these launches (once)
-    update_                 the owner's optimizer step on unique rows
+    update_                 the owner's optimizer step on unique rows; a late one as the step before would have done it
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ for _name in COPYING:
     )
 lib.define("sum_rows(Tensor x, Tensor order, Tensor ends) -> Tensor")
 lib.define("agree(Tensor(a!) first, str launches, str group_name) -> ()")
-lib.define("update_(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, str table) -> Tensor")
+lib.define(
+    "update_(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, int priority, str table) -> Tensor"
+)
 
 # Chunks that deserve the wire first have the lower number.
 URGENT, LATE, EARLY = 0, 1, 2
@@ -132,7 +134,7 @@ def _sum_rows(x, order, ends):
 
 
 @torch.library.register_fake("freescale::update_", lib=lib)
-def _update_(token, grad, rows, order, ends, table):
+def _update_(token, grad, rows, order, ends, priority, table):
     return torch.empty_like(token)
 
 

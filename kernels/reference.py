@@ -10,7 +10,7 @@ import torch
 
 from freescale import compat
 from freescale.kernels import asking, c10d, launches, plan, tables
-from freescale.kernels.ops import lib
+from freescale.kernels.ops import LATE, lib
 
 _ops = torch.ops.freescale
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -27,7 +27,7 @@ def exchange_backward(
     token, grad, rows, order, ends, send_counts, recv_counts, n_recv, priority, table, group_name
 ):
     launched = _ops.all_to_all_launch.default(grad, send_counts, recv_counts, n_recv, priority, table, group_name)
-    return _ops.update_.default(token, _wait(launched), rows, order, ends, table)
+    return _ops.update_.default(token, _wait(launched), rows, order, ends, priority, table)
 
 
 def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
@@ -56,13 +56,12 @@ def sum_rows(x, order, ends):
     return out.to(x.dtype)
 
 
-def update_(token, grad, rows, order, ends, table):
-    found = tables.find(table)
-    if grad.is_cuda and hasattr(found, "sum_and_update"):  # one pass over memory instead of three
-        found.sum_and_update(grad.contiguous(), rows, order, ends)
-    else:
-        found.apply_update(rows, _ops.sum_rows.default(grad, order, ends))
-    tables.updates[table] += 1
+def update_(token, grad, rows, order, ends, priority, table):
+    with tables.updating(table, late=priority == LATE) as found:
+        if grad.is_cuda and hasattr(found, "sum_and_update"):  # one pass over memory instead of three
+            found.sum_and_update(grad.contiguous(), rows, order, ends)
+        else:
+            found.apply_update(rows, _ops.sum_rows.default(grad, order, ends))
     return torch.empty_like(token)
 
 

@@ -7,7 +7,9 @@ of these, and they change without a recompilation; the op therefore carries a na
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,6 +23,12 @@ class Table(Protocol):
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
         """One optimizer step. `grads[i]` is all the gradient of `weight[rows[i]]`; rows unique, ascending."""
 
+    def settings(self) -> Any:
+        """What else an update depends on, as it is now: the learning rate and the like."""
+
+    def with_settings(self, settings: Any) -> AbstractContextManager:
+        """An update inside has these."""
+
     # A table may also have, for a GPU: sum_and_update(grad, rows, order, ends), which sums the duplicates as sum_rows
     # does and takes the step at once.
 
@@ -33,6 +41,7 @@ _tables: WeakValueDictionary[str, Table] = WeakValueDictionary()
 _named: Counter[str] = Counter()
 # How often each was updated: tells, after a step that failed, whether its update had run already.
 updates: Counter[str] = Counter()
+_settings: dict[str, Any] = {}  # of each table in the last step
 
 
 def register(table: Table, wish: str) -> str:
@@ -49,6 +58,20 @@ def register(table: Table, wish: str) -> str:
 def look_up(name: str, rows: torch.Tensor) -> torch.Tensor:
     """Rows of a table, in a buffer of its own."""
     return _ops.pack_rows.default(find(name).weight, rows)
+
+
+@contextmanager
+def updating(name: str, late: bool) -> Iterator[Table]:
+    """The table, to be updated. A late update belongs to the step before: it is done with the settings of that one,
+    whatever a schedule has made of them since."""
+    table = find(name)
+    if not late:
+        _settings[name] = table.settings()
+        yield table
+    else:
+        with table.with_settings(_settings.get(name, table.settings())):
+            yield table
+    updates[name] += 1
 
 
 def find(name: str) -> Table:

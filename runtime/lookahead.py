@@ -5,7 +5,7 @@ with the other ranks, finds the rows that two consecutive batches share, and mak
 It does one batch for each one that the loop takes, so all ranks do as many. If batches are to be balanced, samples move
 between the ranks first (balancing.py).
 
-What is pending between two steps, and every use of the model, is in order.py.
+What is pending between two steps is in pending.py, every use of the model in order.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from freescale.runtime import batches, order
 from freescale.runtime.balancing import BalanceOptions, Balancer, Moved, send_home
 from freescale.runtime.cost import FittedCost
 from freescale.runtime.meter import METER
-from freescale.runtime.order import Planned
+from freescale.runtime.pending import Planned, Run
 from freescale.runtime.planner import Planner
 
 _STATS_KEPT = 10_000
@@ -188,7 +188,7 @@ class LookaheadLoader:
         features = list(dict.fromkeys(f for x in self.exchanges for f in x.features))
         return Balancer(self._balance, self.cost, features, group, self._balance_stats)
 
-    def _hand_out(self, run: order.Run, item: Planned, balancer: Balancer | None) -> Any:
+    def _hand_out(self, run: Run, item: Planned, balancer: Balancer | None) -> Any:
         batch = batches.move(item.batch, self.exchanges[0].anchor.device)
         trained = run.current is not None and run.current.used
         run.hand_out(item, batch)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -71,6 +74,18 @@ class ShardedEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self._exchange.lookup([ids], self._divide_by)[0]
+
+    def settings(self) -> tuple[float, float]:
+        return self.lr, self.eps
+
+    @contextmanager
+    def with_settings(self, settings: tuple[float, float]) -> Iterator[None]:
+        now = self.settings()
+        self.lr, self.eps = settings
+        try:
+            yield
+        finally:
+            self.lr, self.eps = now
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
         weight = self.weight

@@ -1,8 +1,7 @@
-"""What is pending between two steps, and whether all ranks are at the same place when it is applied.
+"""Whether all ranks are at the same place when a step begins, or when what is pending is applied.
 
-A `Run` is one loop over a LookaheadLoader: the batch that it handed out last, and the gradients that the last step
-left for the next one. `Tables` sees every use of a model through hooks that live as long as a loop does; it lets the
-innermost loop go on, applies what is pending first, or refuses.
+`Tables` sees every use of a model through hooks that live as long as a loop does; it lets the innermost loop (a `Run`,
+pending.py) go on, applies what is pending first, or refuses.
 
 Before a step, before pending gradients are applied and at the end of a loop the ranks meet: each says what it is about
 to do, in one small gather over a CPU group of its own. So nobody starts an exchange that others will not join, and a
@@ -13,29 +12,24 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from freescale import compat, config
-from freescale.kernels import launches, links, tables, transports
-from freescale.kernels.ops import EARLY
-from freescale.runtime import batches, steps
+from freescale.kernels import launches, links
+from freescale.runtime import torchrec_tables
 from freescale.runtime.exchange import Exchange
+from freescale.runtime.native import ShardedEmbedding
+from freescale.runtime.pending import UNKNOWN, Run
+from freescale.runtime.torchrec_tables import OptimizerWatch
 
 log = logging.getLogger(__name__)
-
-_wait = torch.ops._c10d_functional.wait_tensor
 
 # What a rank is about to do.
 STEP, EVALUATE, FLUSH, CLOSE = range(4)
 _DOES = ("trains", "evaluates", "reads the tables", "leaves its loop")
-# What reached the model: the number of a batch of the loader, or
-UNKNOWN, FOREIGN = -1, -2
 
 
 class Said(NamedTuple):
@@ -48,182 +42,6 @@ class Said(NamedTuple):
     pending: int  # the step whose gradients are pending, -1 if none are
     torn: int  # the step whose backward pass has lost gradients, -1 if none has
     came: int  # what reached the model
-
-
-@dataclass
-class Planned:
-    """A batch and its plans, one per exchange."""
-
-    number: int
-    batch: Any
-    plans: list[steps.StepPlan]
-
-    @property
-    def used(self) -> bool:
-        return any(p.used for p in self.plans)
-
-
-class Run:
-    """The state of one loop."""
-
-    def __init__(self, exchanges: list[Exchange], loop: int) -> None:
-        self.exchanges, self.loop = exchanges, loop
-        self.current: Planned | None = None  # handed out last
-        self.closed = False  # all ranks have agreed that it ends
-        self.broken: str | None = None  # why the ranks can agree on nothing any more
-        self.torn_somewhere = False  # that is why
-        self.stop_planning: Callable[[int, bool], None] = lambda more, together: None
-        self.behind = 0  # how many batches fewer than the furthest rank this one has taken when the loop ends
-        # Per exchange the last step that ran: its late gradients are pending until the next step has taken them.
-        self._last: list[steps.StepPlan | None] = [None] * len(exchanges)
-        self._updates: list[int] | None = None  # of each table when the step began; None outside a step
-        self._after: list[int] = [0] * len(exchanges)  # updates of each table at the end of its last forward pass
-        # The tensors with ids of the last batches, to recognise a batch that comes again.
-        self._handed: deque[tuple[int, list[weakref.ref[Any]]]] = deque(maxlen=4)
-
-    # -- batches -------------------------------------------------------------------------------------------------
-
-    @property
-    def number(self) -> int:
-        return -1 if self.current is None else self.current.number
-
-    def hand_out(self, item: Planned, batch: Any) -> None:
-        """`batch`, on the device, goes to the user."""
-        self.current = item
-        wanted = [f for x in self.exchanges for f in x.features]
-        self._handed.appendleft((item.number, [weakref.ref(t) for t in batches.holders(batch, wanted)]))
-        for p in item.plans:
-            steps.place(p)
-            assert p.next is not None
-            steps.place(p.next)
-
-    def what_came(self, args: Any) -> int:
-        """Which batch the arguments of the model are made of."""
-        got = {id(t) for t in batches.leaves(args)}
-        for number, refs in self._handed:
-            if refs and all(id(r()) in got for r in refs):
-                return number
-        if self.current is None:
-            return FOREIGN
-        for x, p in zip(self.exchanges, self.current.plans, strict=True):
-            try:
-                found = batches.features(args, x.features)
-            except ValueError:
-                return UNKNOWN
-            if p.ids.device.type != "cpu":
-                return UNKNOWN  # comparing would wait for the device; the graph compares
-            if not torch.equal(torch.cat([found[f].long().view(-1) for f in x.features]), p.ids):
-                return FOREIGN
-        return self.current.number
-
-    # -- steps ---------------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """The batch handed out last is about to go through the model, on every rank."""
-        assert self.current is not None
-        transports.check()
-        pairs = list(zip(self._last, self.current.plans, strict=True))
-        # Where the step before this one did not run, nobody has fetched rows for this one.
-        skipped = [self.current.number > 0 and (q is None or q.next is not p) for q, p in pairs]
-        if any(skipped):
-            self.apply()
-        for x, (q, p), fetch in zip(self.exchanges, pairs, skipped, strict=True):
-            p.before = steps.nothing_late(p.arrived, p.urgent[1]) if q is None else q.late()
-            if fetch:
-                _wait(p.arrived)
-                p.arrived = torch.ops.freescale.all_to_all_rows_launch(
-                    x.anchor.detach(), p.early_rows, *p.early_counts, p.early_slots.shape[0], EARLY,
-                    x.name, x.group_name
-                )  # fmt: skip
-            x.plan = p
-        self._updates = [tables.updates[x.name] for x in self.exchanges]
-
-    def end(self) -> None:
-        """The forward pass is over, or has failed."""
-        if self._updates is None or self.current is None:
-            return
-        for i, (x, p) in enumerate(zip(self.exchanges, self.current.plans, strict=True)):
-            q, x.plan, p.before = self._last[i], None, None
-            if p.used or tables.updates[x.name] != self._updates[i]:  # the gradients of the step before are applied
-                if q is not None and q.late_slot is not None:
-                    _refuse_backward(q.late_slot, int(q.step))
-                    q.late_slot = None
-            if p.used:
-                self._last[i], self._after[i] = p, tables.updates[x.name]
-        self._updates = None
-
-    # -- pending gradients ---------------------------------------------------------------------------------------
-
-    def _left(self) -> Iterator[tuple[Exchange, steps.StepPlan]]:
-        for x, q in zip(self.exchanges, self._last, strict=True):
-            if q is not None and not q.last and q.late_slot is not None and q.late_slot.grad is not None:
-                yield x, q
-
-    def _torn(self) -> Iterator[tuple[Exchange, steps.StepPlan]]:
-        """Where the backward pass has applied the urgent gradients but never handed over the late ones: it raised in
-        between, or was asked for the gradients of some tensors alone."""
-        for x, q, after in zip(self.exchanges, self._last, self._after, strict=True):
-            if q is not None and not q.last and q.late_slot is not None and q.late_slot.grad is None:
-                if tables.updates[x.name] != after:
-                    yield x, q
-
-    @property
-    def pending(self) -> int:
-        """The step whose gradients are pending, -1 if none are; the same on every rank at the same place."""
-        return max((int(q.step) for _, q in self._left()), default=-1)
-
-    @property
-    def torn(self) -> int:
-        """The step whose backward pass was torn, -1 if none was; the ranks may differ."""
-        return max((int(q.step) for _, q in self._torn()), default=-1)
-
-    def apply(self) -> None:
-        """Send and apply what is pending. Every rank does so at the same place."""
-        transports.check()
-        for x, q in self._left():
-            late = q.late()
-            try:
-                torch.ops.freescale.exchange_backward(
-                    x.anchor.detach(), late.grad, *late.own, *late.counts, late.own[1].shape[0], 0, x.name, x.group_name
-                )
-            except Exception as error:
-                self.broken = str(error)
-                raise RuntimeError(self.lost()) from error
-            q.late_slot = None
-
-    def lost(self) -> str:
-        """What will not be applied, in words; empty if it is nothing."""
-        parts = []
-        for x, q in (*self._left(), *self._torn()):
-            assert q.late_index is not None
-            held, owned = q.late_index.shape[0], q.late_own[0].shape[0]
-            if held or owned:
-                parts.append(
-                    f"gradients of step {int(q.step)} for table {x.name} were not applied: {held} rows that this rank "
-                    f"computed, {owned} rows that it owns"
-                )
-        if parts:
-            return f"freescale: {'; '.join(parts)} ({self.broken})"
-        return f"freescale: {self.broken}" if self.torn_somewhere else ""
-
-    def drop_arriving(self) -> None:
-        """Rows that were fetched for a batch that will not come: nothing depends on them, but they must arrive."""
-        for q in self._last:
-            if q is not None and q.next is not None:
-                _wait(q.next.arrived)
-
-
-def _refuse_backward(slot: torch.Tensor, number: int) -> None:
-    """A backward pass of a step whose late gradients nobody will fetch any more must not go by in silence."""
-
-    def refuse(grad: torch.Tensor) -> None:
-        raise RuntimeError(
-            f"freescale: backward of step {number} after the forward pass of a later batch: {grad.shape[0]} rows of "
-            "its gradients have missed their step. Call backward before the next batch goes through the model"
-        )
-
-    if slot.grad is None:
-        slot.register_hook(refuse)
 
 
 class Tables:
@@ -381,6 +199,7 @@ class Tables:
         for module in table_modules(model):
             handles.append(module.register_forward_pre_hook(self._before_lookup))
             handles.append(module.register_load_state_dict_pre_hook(self._before_load))
+        handles.append(OptimizerWatch(self._before_state_dict, self._before_load))
         return handles
 
     def _unhook(self) -> None:
@@ -464,8 +283,8 @@ def _some(ranks: list[int]) -> str:
 
 def _torn_on(ranks: list[int], step: int) -> str:
     return (
-        f"{_some(ranks)}: the backward pass of step {step} has applied some of its gradients to the tables and lost the "
-        "others: something in it raised (a gradient hook?), or it was asked for the gradients of some tensors only "
+        f"{_some(ranks)}: the backward pass of step {step} has applied some of its gradients to the tables and lost "
+        "the others: something in it raised (a gradient hook?), or it was asked for the gradients of some tensors only "
         "(torch.autograd.grad, backward(inputs=...)). Under a LookaheadLoader, call loss.backward(); this loop is over"
     )
 
@@ -505,9 +324,6 @@ def exchanges_of(model: torch.nn.Module) -> list[Exchange]:
 
 
 def _exchanges(module: torch.nn.Module) -> list[Exchange]:
-    from freescale.runtime import torchrec_tables
-    from freescale.runtime.native import ShardedEmbedding
-
     if isinstance(module, ShardedEmbedding):
         return [module._exchange]
     if type(module).__name__ == "ShardedEmbeddingCollection" and torchrec_tables.why_not(module) is None:

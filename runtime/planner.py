@@ -3,7 +3,7 @@
 It has a gloo group of its own and never touches the training group; the device only to read a batch that is there, on
 the default stream, since nobody says on which other one the batch was made. Whatever goes wrong on one rank, all
 ranks hear of it before they do anything together, and each raises in its user's loop. What is done with the plans is in
-order.py, how a batch is balanced in balancing.py.
+pending.py, how a batch is balanced in balancing.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from freescale.kernels import asking, plan
 from freescale.runtime import batches, steps
 from freescale.runtime.balancing import Balancer
 from freescale.runtime.exchange import Exchange
-from freescale.runtime.order import Planned
+from freescale.runtime.pending import Planned
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,11 @@ learning rate and checkpoints stay TorchRec's.
 
 from __future__ import annotations
 
+import functools
 import logging
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +36,18 @@ class Refused(RuntimeError):
 def raise_if_refused(cfg: Config) -> None:
     if cfg.strict and _refused:
         raise Refused(_refused[0])
+
+
+# Their updates depend on a row, its gradient and settings alone. The others count steps, or look at more than the row.
+OPTIMIZERS = ("exact_sgd", "exact_adagrad", "exact_row_wise_adagrad")
+
+
+_FLOAT32 = 0  # as FBGEMM numbers its types
+
+
+class _Settings(NamedTuple):
+    arguments: Any  # eps, weight decay and so on, immutable
+    learning_rate: float
 
 
 class FbgemmTable:
@@ -65,6 +80,27 @@ class FbgemmTable:
         with compat.autograd_inside_op():
             looked_up = self.emb(rows - self._starts[table], sizes.cumsum(0).to(rows.device))
             torch.autograd.backward(looked_up, grads.view_as(looked_up))
+
+    def settings(self) -> _Settings | None:
+        if self.emb is None:
+            return None
+        return _Settings(self.emb.optimizer_args, self.emb.get_learning_rate())
+
+    @contextmanager
+    def with_settings(self, settings: _Settings | None) -> Iterator[None]:
+        if self.emb is None or settings is None:
+            yield
+            return
+        now = _Settings(self.emb.optimizer_args, self.emb.get_learning_rate())
+        self._set(settings)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _set(self, settings: _Settings) -> None:
+        self.emb.optimizer_args = settings.arguments
+        self.emb.set_learning_rate(settings.learning_rate)
 
     def describe(self, feature: int) -> str:
         return self.names[feature]
@@ -157,6 +193,12 @@ class _Words:
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
         raise NotImplementedError
 
+    def settings(self) -> Any:
+        raise NotImplementedError
+
+    def with_settings(self, settings: Any) -> Any:
+        raise NotImplementedError
+
 
 def _words(table: Any, feature: str) -> str:
     return f"table {table.name!r} (feature {feature!r}), which has {table.num_embeddings} rows"
@@ -245,6 +287,14 @@ def _why_not_fbgemm(emb: Any) -> str | None:
         return "their rows are in unified memory"
     if emb.weights_dev.numel() and emb.weights_host.numel():
         return "their rows are spread over host and device"
+    if emb.optimizer.value not in OPTIMIZERS:
+        return f"their optimizer is {emb.optimizer.value}; freescale serves {', '.join(OPTIMIZERS)}"
+    if emb._used_rowwise_adagrad_with_counter or emb._used_rowwise_adagrad_with_global_weight_decay:
+        return "their weight decay depends on when a row was seen last"
+    if emb.optimizer_args.gradient_clipping:
+        return "FBGEMM clips the gradients of single values (gradient_clipping)"
+    if emb.output_dtype != _FLOAT32:
+        return "their output is not float32 (output_dtype)"
     dims = {spec[1] for spec in emb.embedding_specs}
     total = sum(spec[0] * spec[1] for spec in emb.embedding_specs)
     if len(dims) != 1 or _flat_weight(emb).numel() != total:
@@ -343,14 +393,40 @@ def _serve(collection: Collection, features: Any, divide: bool) -> dict[str, Any
     return found
 
 
+class OptimizerWatch:
+    """Calls `read` before the state of TorchRec's optimizers is read, `load` before it is loaded, until removed."""
+
+    _all: list[OptimizerWatch] = []
+
+    def __init__(self, read: Callable[[], None], load: Callable[[], None]) -> None:
+        self.read, self.load = read, load
+        self._all.append(self)
+
+    def remove(self) -> None:
+        self._all.remove(self)
+
+    @classmethod
+    def before(cls, method: Any, what: str) -> Any:
+        @functools.wraps(method)
+        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for watch in tuple(cls._all):
+                getattr(watch, what)()
+            return method(self, *args, **kwargs)
+
+        return told
+
+
 def teach() -> bool:
-    """Teach TorchRec's class, once. False where TorchRec is not installed."""
+    """Teach TorchRec's classes, once. False where TorchRec is not installed."""
     global _original_forward
     try:
         from torchrec.distributed.embedding import ShardedEmbeddingCollection
+        from torchrec.optim.keyed import KeyedOptimizer
     except ImportError:
         return False
     if _original_forward is None:
+        KeyedOptimizer.state_dict = OptimizerWatch.before(KeyedOptimizer.state_dict, "read")
+        KeyedOptimizer.load_state_dict = OptimizerWatch.before(KeyedOptimizer.load_state_dict, "load")
         _original_forward = ShardedEmbeddingCollection.forward
         ShardedEmbeddingCollection._freescale_prepare = compat.assume_constant_result(_freescale_prepare)
         ShardedEmbeddingCollection.forward = _forward

@@ -184,7 +184,7 @@ return [None, None, None, None, None, exchange_backward, mm_1, view]""")
 -return [None, None, None, None, None, exchange_backward, mm_1, view]
 +all_to_all_launch_default = freescale.all_to_all_launch(div, getitem_3, getitem_5, sym_size_int_2, 0, item, 0)  # float32[u1, 8]; urgent gradients, chunk, 32*u1 bytes
 +wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u1, 8]
-+update__default = freescale.update_(primals_6, wait_tensor_default, getitem_6, getitem_7, getitem_8, item)  # float32[0, 8]
++update__default = freescale.update_(primals_6, wait_tensor_default, getitem_6, getitem_7, getitem_8, 0, item)  # float32[0, 8]
 +return [None, None, None, None, None, update__default, mm_1, view]""")
 
     def test_planned_forward(self):
@@ -200,7 +200,7 @@ cat = aten.cat([wait_tensor, wait_tensor_default])  # float32[s13, 8]
 index = aten.index.Tensor(cat, [primals_14])  # float32[s38, 8]
 all_to_all_launch_default = freescale.all_to_all_launch(primals_38, primals_43, primals_44, primals_35, 1, item, 3)  # float32[s10, 8]; late gradients, chunk, 32*s10 bytes
 wait_tensor_default_1 = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[s10, 8]
-update__default = freescale.update_(expect_ids, wait_tensor_default_1, primals_40, primals_36, primals_42, item)  # float32[0, 8]
+update__default = freescale.update_(expect_ids, wait_tensor_default_1, primals_40, primals_36, primals_42, 1, item)  # float32[0, 8]
 all_to_all_rows_launch = freescale.all_to_all_rows_launch(update__default, primals_47, primals_48, primals_49, primals_45, 2, item, 3)  # float32[s41, 8]; early rows, chunk, 32*s41 bytes
 return [sum_1, all_to_all_rows_launch, primals_16, primals_18, primals_24, primals_26, primals_28, primals_30, primals_31, primals_32, primals_34, primals_50, expect_ids, tanh, primals_13, primals_27, primals_15, primals_17, primals_23, primals_25, primals_29, primals_10]""")
 
@@ -211,6 +211,6 @@ sum_rows = freescale.sum_rows(mul_18, primals_16, primals_18)  # float32[s13, 8]
 index_1 = aten.index.Tensor(sum_rows, [primals_24])  # float32[s17, 8]
 all_to_all_launch_default = freescale.all_to_all_launch(index_1, primals_31, primals_32, primals_27, 0, item, 0)  # float32[s18, 8]; urgent gradients, chunk, 32*s18 bytes
 wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[s18, 8]
-update__default = freescale.update_(expect_ids, wait_tensor_default, primals_26, primals_28, primals_30, item)  # float32[0, 8]
+update__default = freescale.update_(expect_ids, wait_tensor_default, primals_26, primals_28, primals_30, 0, item)  # float32[0, 8]
 index_2 = aten.index.Tensor(sum_rows, [primals_34])  # float32[s16, 8]
 return [None, None, update__default, None, None, None, None, None, None, None, None, index_2, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, mm_1, view]""")

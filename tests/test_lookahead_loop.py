@@ -144,8 +144,21 @@ def odd_steps(t: Training) -> None:
     previous.backward()
 
 
+def learning_rates(t: Training) -> None:
+    """Changed between steps, before a loop ends, before the tables are read: an update has that of its own step."""
+    table = t.model.table
+    for i, batch in enumerate(t.loader(data(9))):
+        t.step(batch)
+        table.lr, table.eps = 0.1 / (1 + i), 1e-8 * (1 + i)
+        if i % 3 == 2:
+            t.evaluate(batch_of(60 + i))
+    t.step(batch_of(70)) if not t.wrapped else [t.step(b) for b in t.loader([batch_of(70)])]
+    table.lr, table.eps = 0.1, 1e-8
+
+
 def _same_loops() -> bool:
-    for loop in (epochs, break_anywhere, exceptions, evaluation, evaluation_loader, checkpoints, odd_steps):
+    loops = (epochs, break_anywhere, exceptions, evaluation, evaluation_loader, checkpoints, odd_steps, learning_rates)
+    for loop in loops:
         compare(loop)
     return True
 
@@ -548,16 +561,20 @@ def _torchrec() -> bool:
 
         for i, batch in enumerate(loader(batches(9))):
             one(batch)
+            if i == 1:
+                seen += [v.sum().item() for v in trec.optimizer_state(model).values()]
             if i == 3:
                 seen += [v.sum().item() for v in trec.snapshot(model).values()]
+            if i == 4 and wrapped:
+                with pytest.raises(RuntimeError, match="load_state_dict while a LookaheadLoader's loop is on"):
+                    model.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
             if i == 5:
                 for other in loader(batches(3, 30)):
                     look(other)
                 look(batches(1, 40)[0])
             if i == 7:
                 break
-        now = {k: v.clone() for k, v in trec.snapshot(model).items()}
-        return seen, now
+        return seen, {**trec.snapshot(model), **trec.optimizer_state(model)}
 
     plain, wrapped = loop(False), loop(True)
     assert plain[0] == wrapped[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,12 @@ class PlainSgd:
 
     def apply_update(self, rows, grads):
         self.weight[rows] -= grads
+
+    def settings(self):
+        return None
+
+    def with_settings(self, settings):
+        return nullcontext()
 
     def describe(self, feature):
         return f"feature {feature}"
@@ -54,7 +62,7 @@ def test_opcheck(one_rank):
     opcheck(ops.exchange_forward, (token, *asked, name, one_rank))
     opcheck(ops.exchange_backward, (token, grads, rows, order, ends, counts, counts, 3, 0, name, one_rank))
     opcheck(ops.sum_rows, (grads, order, ends))
-    opcheck(ops.update_, (token, grads, rows, order, ends, name))
+    opcheck(ops.update_, (token, grads, rows, order, ends, 0, name))
     # A launched tensor may only be looked at after its wait, so opcheck's comparison of outputs does not apply.
     launched = ("test_schema", "test_faketensor")
     opcheck(ops.all_to_all_launch, (grads, counts, counts, 3, 0, name, one_rank), test_utils=launched)
@@ -101,7 +109,7 @@ def test_update_sums_then_applies():
     name = tables.register(table, "t")
     before = table.weight.clone()
     grads = torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]])
-    ops.update_(torch.empty(0, 2), grads, torch.tensor([7, 9]), torch.tensor([0, 2, 1]), torch.tensor([2, 3]), name)
+    ops.update_(torch.empty(0, 2), grads, torch.tensor([7, 9]), torch.tensor([0, 2, 1]), torch.tensor([2, 3]), 0, name)
     change = before - table.weight
     assert change[7].tolist() == [5.0, 5.0] and change[9].tolist() == [2.0, 2.0]
     assert change.abs().sum() == 14.0

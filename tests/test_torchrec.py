@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,7 +67,7 @@ def _replicated_against_sharded() -> float:
     tables = []
     for layout in ("mixed", "row_wise"):
         model = trec.build(layout, "sgd", ddp=True)
-        trec.train(model, _compiled(model, options={"codegen": "eager"}), 8, none=False, lr=0.1)
+        trec.train(model, _compiled(model, options={"codegen": "eager"}), 8, none=False, lr=0.1, scheduled=False)
         tables.append(trec.snapshot(model))
     replicated, sharded = tables
     name = next(n for n in replicated if "user" in n)
@@ -130,16 +132,16 @@ def test_checkpoints_go_both_ways():
     assert max(run_ranks(_checkpoints, 2)) <= 1e-6
 
 
-def _fall_back(layout: str, strict: bool):
+def _fall_back(layout: str, strict: bool, optimizer: str = "sgd", fused: dict[str, Any] | None = None):
     import logging
 
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("freescale").addHandler(handler)
-    eager = trec.build(layout, "sgd")
+    eager = trec.build(layout, optimizer, **(fused or {}))
     expected = trec.train(eager, eager, 3, none=False)
-    model = trec.build(layout, "sgd")
+    model = trec.build(layout, optimizer, **(fused or {}))
     run = _compiled(model, options={"codegen": "eager", "strict": strict})
     losses = trec.train(model, run, 3, none=False)
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), said
@@ -150,6 +152,32 @@ def test_column_wise_is_left_to_torchrec_with_one_warning():
         warnings = [s for s in said if "TorchRec's own path" in s]
         assert len(warnings) == 1 and "'user'" in warnings[0] and "column_wise" in warnings[0]
         assert difference <= 1e-6
+
+
+@pytest.mark.parametrize("why, optimizer, fused", (
+    ("their optimizer is ema_in_place_row_wise_adagrad", "ema", {}),
+    ("gradient_clipping", "sgd", {"gradient_clipping": True, "max_gradient": 1e-3}),
+), ids=("ema", "clipping"))  # fmt: skip
+def test_what_is_no_matter_of_rows_is_left_to_torchrec(why, optimizer, fused):
+    """Our owner applies the sum of a row's gradients, twice in a step with look-ahead: not what these optimizers do."""
+    for difference, said in run_ranks(_fall_back, 2, "row_wise", False, optimizer, fused):
+        assert len([s for s in said if "TorchRec's own path" in s and why in s]) == 1, said
+        assert difference <= 1e-6
+
+
+def _half_output() -> list[str | None]:
+    from torchrec.modules.embedding_configs import DataType
+
+    from freescale.runtime import torchrec_tables
+
+    model = trec.build("row_wise", "sgd", output_dtype=DataType.FP16)
+    found = [m for m in model.modules() if type(m).__name__ == "ShardedEmbeddingCollection"]
+    return [torchrec_tables.why_not(m) for m in found]
+
+
+def test_half_precision_output_is_left_to_torchrec():
+    for reasons in run_ranks(_half_output, 1):
+        assert reasons and all("output_dtype" in str(r) for r in reasons), reasons
 
 
 def test_column_wise_is_an_error_under_strict():

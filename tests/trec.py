@@ -60,14 +60,14 @@ class Model(nn.Module):
         return total / 16.0
 
 
-def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8) -> Any:
+def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8, **fused: Any) -> Any:
     """A sharded model; the same weights for every layout."""
     torch.manual_seed(0)
-    return shard(Model(dim), LAYOUTS[layout], optimizer, ddp)
+    return shard(Model(dim), LAYOUTS[layout], optimizer, ddp, **fused)
 
 
-def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = False) -> Any:
-    """A model in DistributedModelParallel, each table sharded as `kinds` says."""
+def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = False, **fused: Any) -> Any:
+    """A model in DistributedModelParallel, each table sharded as `kinds` says. `fused`: for FBGEMM's optimizer."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -75,9 +75,14 @@ def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = F
     from torchrec.distributed.planner.types import ParameterConstraints
     from torchrec.distributed.types import ShardingEnv
 
-    types = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+    types = {
+        "sgd": EmbOptimType.EXACT_SGD,
+        "adagrad": EmbOptimType.EXACT_ADAGRAD,
+        "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "ema": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+    }
     sharder = EmbeddingCollectionSharder(
-        fused_params={"optimizer": types[optimizer], "learning_rate": 0.1, "eps": 1e-8}
+        fused_params={"optimizer": types[optimizer], "learning_rate": 0.1, "eps": 1e-8, **fused}
     )
     constraints = {
         name: ParameterConstraints(
@@ -144,19 +149,36 @@ def snapshot(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def optimizer_state(model: Any) -> dict[str, torch.Tensor]:
+    """What TorchRec's fused optimizer keeps for the local rows."""
+    found = {}
+    for name, state in model.fused_optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            for i, shard in enumerate(value.local_shards() if hasattr(value, "local_shards") else ()):
+                found[f"{name}.{key}.{i}"] = shard.tensor.clone()
+    return found
+
+
 def train(
-    model: Any, run: Any, steps: int, first: int = 0, none: bool = True, lr: float = 0.05
+    model: Any, run: Any, steps: int, first: int = 0, none: bool = True, lr: float = 0.05, scheduled: bool = True
 ) -> list[float]:
     """`steps` plain steps of `run`, which is the model itself (eager) or compiled from it."""
     rank = dist.get_rank()
-    return train_on(model, run, (batch(s, rank, run is model, none) for s in range(first, first + steps)), lr)
+    batches = (batch(s, rank, run is model, none) for s in range(first, first + steps))
+    return train_on(model, run, batches, lr, first, scheduled)
 
 
-def train_on(model: Any, run: Any, batches: Any, lr: float = 0.05) -> list[float]:
+def train_on(
+    model: Any, run: Any, batches: Any, lr: float = 0.05, first: int = 0, scheduled: bool = True
+) -> list[float]:
+    """`scheduled`: the tables have another learning rate in every step, as a scheduler would set it."""
     dense = [p for n, p in model.named_parameters() if not hasattr(p, "_in_backward_optimizers")]
     optimizer = torch.optim.SGD(dense, lr=lr)
     losses = []
-    for features, weight in batches:
+    for step, (features, weight) in enumerate(batches, first):
+        for group in model.fused_optimizer.param_groups if scheduled else ():
+            group["lr"] = 0.1 / (1 + step % 7)
+        model.fused_optimizer.zero_grad()  # hands it to FBGEMM
         optimizer.zero_grad(set_to_none=False)
         loss = run(features, weight)
         loss.backward()
