@@ -32,6 +32,7 @@ class Planned:
     number: int
     batch: Any
     plans: list[steps.StepPlan]
+    loader_state: Any = None  # of a loader that has one, when it had given this batch and not the next
 
     @property
     def used(self) -> bool:

@@ -8,6 +8,7 @@ pending.py, how a batch is balanced in balancing.py.
 
 from __future__ import annotations
 
+import copy
 import logging
 import queue
 import threading
@@ -40,9 +41,10 @@ class Planner:
         group: dist.ProcessGroup,
         strict: bool,
         balancer: Balancer | None,
+        resumable: bool = False,
     ) -> None:
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
-        self.balancer = balancer
+        self.balancer, self.resumable = balancer, resumable
         self._abandoned = False
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # load one more batch, or stop
         self._ready: queue.SimpleQueue[Planned | BaseException | None] = queue.SimpleQueue()
@@ -88,10 +90,11 @@ class Planner:
         shape: str | None = None
         number = 0
         while self._orders.get() and not self._abandoned:
-            batch, ids, says, status, error = None, [], _NOT_BALANCED, _GOES_ON, None
+            batch, ids, says, status, error, state = None, [], _NOT_BALANCED, _GOES_ON, None, None
             try:
                 source = iter(self.loader) if source is None else source
                 batch = next(source)
+                state = copy.deepcopy(self.loader.state_dict()) if self.resumable else None  # type: ignore[attr-defined]
                 shape = _same_structure(batch, shape, number)
                 if self.balancer is None:
                     ids = self._ids(batch)
@@ -114,6 +117,7 @@ class Planner:
                 self._ready.put(failure)
                 return
             after = self._make(number, batch, ids, asked, before, asked_before)
+            after.loader_state = state
             if before is not None:
                 self._ready.put(before)
             before, asked_before, number = after, asked, number + 1
