@@ -245,7 +245,8 @@ class Tables:
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     "freescale: a table is used in training without its compiled model while a LookaheadLoader's loop "
-                    "is on; call what torch.compile returned, or leave the loop first"
+                    "is on; call what torch.compile returned, or leave the loop first. (Activation checkpointing does "
+                    "so if the lookup is inside: it looks up again in the backward pass. Leave the lookup outside)"
                 )
             self.flush()
 
