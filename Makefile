@@ -22,6 +22,8 @@ TRITON_2.12 := 3.7.1
 TORCHREC_2.11 := 1.6.1
 FBGEMM_2.11 := 1.6.0
 TRITON_2.11 := 3.6.0
+# The interpreter of Triton 3.6 turns arrays of one element into numbers, which NumPy 2.4 does not do any more.
+NUMPY_2.11 := "numpy<2.4"
 
 MINOR := $(word 1,$(subst ., ,$(TORCH))).$(word 2,$(subst ., ,$(TORCH)))
 TORCHREC := $(TORCHREC_$(MINOR))
@@ -52,7 +54,7 @@ $(STAMP): pyproject.toml Makefile
 	@echo "Creating the virtual environment $(VENV)."
 	@$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch $(TORCH), freescale and the tools of its developers."
-	@$(PIP) "torch==$(TORCH)" -e ".[dev]"
+	@$(PIP) "torch==$(TORCH)" -e ".[dev]" $(NUMPY_$(MINOR))
 	@if [ "$$(uname -s)" = Linux ] && ! $(BIN)/python -c "import triton" 2>/dev/null; then \
 	    echo "Installing triton $(TRITON), which this build of torch does not bring."; \
 	    $(PIP) "triton==$(TRITON)" || echo "There is no triton $(TRITON) for this machine; going on without it."; \
