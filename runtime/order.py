@@ -269,8 +269,8 @@ def _differ(said: list[Said]) -> str:
 
     def words(s: Said) -> str:
         at = "before its first batch" if s.number < 0 else f"{'after' if s.used else 'at'} batch {s.number}"
-        left = "none" if s.pending < 0 else f"those of step {s.pending}"
-        return f"{_DOES[s.kind]} {at}" + (f" ({left} of its gradients pending)" if differ else "")
+        left = "no gradients" if s.pending < 0 else f"gradients of step {s.pending}"
+        return f"{_DOES[s.kind]} {at}" + (f", {left} pending" if differ else "")
 
     groups: dict[str, list[int]] = {}
     for rank, s in enumerate(said):
