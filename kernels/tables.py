@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
 
 import torch
 
 
-class Table(Protocol):
+class Named(Protocol):
+    """What an op can name."""
+
+    def describe(self, feature: int) -> str:
+        """Feature and table in words, for errors."""
+
+
+class Table(Named, Protocol):
     """The rows of one exchange that this rank owns."""
 
     weight: torch.Tensor  # [rows, dim], the storage itself
@@ -26,25 +33,22 @@ class Table(Protocol):
     def settings(self) -> Any:
         """What else an update depends on, as it is now: the learning rate and the like."""
 
-    def with_settings(self, settings: Any) -> AbstractContextManager:
-        """An update inside has these."""
+    def set_settings(self, settings: Any) -> None:
+        """As `settings` returned them."""
 
     # A table may also have, for a GPU: sum_and_update(grad, rows, order, ends), which sums the duplicates as sum_rows
     # does and takes the step at once.
 
-    def describe(self, feature: int) -> str:
-        """Feature and table in words, for errors."""
-
 
 _ops = torch.ops.freescale
-_tables: WeakValueDictionary[str, Table] = WeakValueDictionary()
+_tables: WeakValueDictionary[str, Named] = WeakValueDictionary()
 _named: Counter[str] = Counter()
 # How often each was updated: tells, after a step that failed, whether its update had run already.
 updates: Counter[str] = Counter()
 _settings: dict[str, Any] = {}  # of each table in the last step
 
 
-def register(table: Table, wish: str) -> str:
+def register(table: Named, wish: str) -> str:
     """Give `table` a name near `wish` that no table of this process has had.
 
     A name is part of what ranks compare, so it must not depend on when a rank collects its garbage.
@@ -57,24 +61,26 @@ def register(table: Table, wish: str) -> str:
 
 def look_up(name: str, rows: torch.Tensor) -> torch.Tensor:
     """Rows of a table, in a buffer of its own."""
-    return _ops.pack_rows.default(find(name).weight, rows)
+    return _ops.pack_rows.default(cast(Table, find(name)).weight, rows)
 
 
 @contextmanager
 def updating(name: str, late: bool) -> Iterator[Table]:
     """The table, to be updated. A late update belongs to the step before: it is done with the settings of that one,
     whatever a schedule has made of them since."""
-    table = find(name)
+    table = cast(Table, find(name))
+    now = table.settings()
     if not late:
-        _settings[name] = table.settings()
+        _settings[name] = now
+    table.set_settings(_settings.get(name, now))
+    try:
         yield table
-    else:
-        with table.with_settings(_settings.get(name, table.settings())):
-            yield table
+    finally:
+        table.set_settings(now)
     updates[name] += 1
 
 
-def find(name: str) -> Table:
+def find(name: str) -> Named:
     try:
         return _tables[name]
     except KeyError:

@@ -43,11 +43,9 @@ class LookaheadLoader:
     loader     any iterable of batches: tensors, KeyedJaggedTensors, or dicts, lists, tuples, dataclasses of them, of
                one structure. A feature that the model looks up is a key of a KeyedJaggedTensor, or the dict key or
                field name of an integer tensor. Batches are handed out in order, on the model's device; they are loaded
-               up to two steps ahead, so the loader must not write into a batch that it has given away
+               up to two steps ahead, so the loader must not write into a batch that it has given away. One with a state
+               (`state_dict`, `load_state_dict`) is asked for it at every batch: see `state_dict` below
     model      what torch.compile(model, backend="freescale") returned
-    resumable  a loader with `state_dict()` and `load_state_dict()` (torchdata's StatefulDataLoader, or your own) is
-               asked for its state at every batch, so that the `state_dict()` of this one goes on behind the batch
-               that was handed out last: the loader itself is ahead of it. False: it is not asked
     strict     loaders of different length on different ranks are an error instead of a warning; None: FREESCALE_STRICT
     balance    True, or BalanceOptions: before a batch is planned, samples move between the ranks so that all have the
                same work, each as many samples as before. Parts of a batch are cut by sample: KeyedJaggedTensors,
@@ -72,7 +70,6 @@ class LookaheadLoader:
         *,
         strict: bool | None = None,
         balance: bool | BalanceOptions = False,
-        resumable: bool = True,
     ) -> None:
         if not hasattr(model, "_orig_mod"):
             raise TypeError(
@@ -100,21 +97,17 @@ class LookaheadLoader:
         self.cost = None if self._balance is None else self._balance.cost or FittedCost()
         self._balance_stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
         self._moved: Moved | None = None  # of the batch that was handed out last
-        self.resumable = resumable and hasattr(loader, "state_dict")
         self._open = False
-        self._state: tuple[Any] | None = None  # of the loader behind that batch; None: the loader's own is right
+        self._state: Any = None  # of the loader behind that batch; None: the loader's own is right
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def state_dict(self) -> Any:
-        """The loader's state as if it had given no batch beyond the one that was handed out last."""
-        if not self.resumable:
-            why = "it was made with resumable=False" if hasattr(self.loader, "state_dict") else "its loader has none"
-            raise TypeError(f"freescale: this LookaheadLoader has no state_dict: {why}")
-        if self._state is None:
-            return self.loader.state_dict()  # type: ignore[attr-defined]
-        return copy.deepcopy(self._state[0])
+        """The loader's state behind the batch that was handed out last. (The loader itself is ahead of it.)"""
+        if not hasattr(self.loader, "state_dict"):
+            raise TypeError(f"freescale: the loader has no state_dict; it is a {type(self.loader).__name__}")
+        return self.loader.state_dict() if self._state is None else copy.deepcopy(self._state)
 
     def load_state_dict(self, state: Any) -> None:
         """The next loop goes on there."""
@@ -194,7 +187,7 @@ class LookaheadLoader:
         try:
             group = self._tables.planning_group()
             balancer = self._balancer(group)
-            planner = Planner(self.loader, self.exchanges, group, self.strict, balancer, self.resumable)
+            planner = Planner(self.loader, self.exchanges, group, self.strict, balancer)
             run.stop_planning = planner.stop
             while (item := planner.take()) is not None:
                 self._tables.must_be_on_top(run)
@@ -219,7 +212,7 @@ class LookaheadLoader:
         batch = batches.move(item.batch, self.exchanges[0].anchor.device)
         trained = run.current is not None and run.current.used
         run.hand_out(item, batch)
-        self._state = (item.loader_state,)
+        self._state = item.loader_state
         ended = METER.mark(item.number)
         if balancer is not None:
             self._moved = balancer.take(item.number, ended if trained else None)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -78,14 +75,8 @@ class ShardedEmbedding(nn.Module):
     def settings(self) -> tuple[float, float]:
         return self.lr, self.eps
 
-    @contextmanager
-    def with_settings(self, settings: tuple[float, float]) -> Iterator[None]:
-        now = self.settings()
+    def set_settings(self, settings: tuple[float, float]) -> None:
         self.lr, self.eps = settings
-        try:
-            yield
-        finally:
-            self.lr, self.eps = now
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
         weight = self.weight

@@ -23,7 +23,6 @@ from freescale.runtime import torchrec_tables
 from freescale.runtime.exchange import Exchange
 from freescale.runtime.native import ShardedEmbedding
 from freescale.runtime.pending import UNKNOWN, Run
-from freescale.runtime.torchrec_tables import OptimizerWatch
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +106,8 @@ class Tables:
                 self._finish(top)
             except RuntimeError as error:
                 failure = error
-            top.stop_planning(top.behind, top.broken is None)
+            # After a torn backward pass the ranks have met, so that their planning threads can end together too.
+            top.stop_planning(top.behind, top.broken is None or top.torn_somewhere)
             self.runs.pop()
             if failure is not None and (unsaid or top is not run):
                 self._unsaid = failure
@@ -151,8 +151,9 @@ class Tables:
             said = self._hear(run, kind, came)
             kinds = {s.kind for s in said}
             same = len({(s.loop, s.pending) for s in said}) == 1
+            run.behind = max(s.number for s in said) - run.number
             if CLOSE in kinds:
-                run.closed, run.behind = True, max(s.number for s in said) - run.number
+                run.closed = True
                 if not same:
                     run.broken = _differ(said)
             if torn := [rank for rank, s in enumerate(said) if s.torn >= 0]:
@@ -199,7 +200,7 @@ class Tables:
         for module in table_modules(model):
             handles.append(module.register_forward_pre_hook(self._before_lookup))
             handles.append(module.register_load_state_dict_pre_hook(self._before_load))
-        handles.append(OptimizerWatch(self._before_state_dict, self._before_load))
+        handles.append(torchrec_tables.watch_optimizers(self._before_state_dict, self._before_load))
         return handles
 
     def _unhook(self) -> None:

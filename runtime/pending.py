@@ -49,7 +49,7 @@ class Run:
         self.broken: str | None = None  # why the ranks can agree on nothing any more
         self.torn_somewhere = False  # that is why
         self.stop_planning: Callable[[int, bool], None] = lambda more, together: None
-        self.behind = 0  # how many batches fewer than the furthest rank this one has taken when the loop ends
+        self.behind = 0  # how many batches fewer than the furthest rank this one had taken when the ranks last met
         # Per exchange the last step that ran: its late gradients are pending until the next step has taken them.
         self._last: list[steps.StepPlan | None] = [None] * len(exchanges)
         self._updates: list[int] | None = None  # of each table when the step began; None outside a step

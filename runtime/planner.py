@@ -41,10 +41,9 @@ class Planner:
         group: dist.ProcessGroup,
         strict: bool,
         balancer: Balancer | None,
-        resumable: bool = False,
     ) -> None:
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
-        self.balancer, self.resumable = balancer, resumable
+        self.balancer = balancer
         self._abandoned = False
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # load one more batch, or stop
         self._ready: queue.SimpleQueue[Planned | BaseException | None] = queue.SimpleQueue()
@@ -94,7 +93,8 @@ class Planner:
             try:
                 source = iter(self.loader) if source is None else source
                 batch = next(source)
-                state = copy.deepcopy(self.loader.state_dict()) if self.resumable else None  # type: ignore[attr-defined]
+                if hasattr(self.loader, "state_dict"):
+                    state = copy.deepcopy(self.loader.state_dict())
                 shape = _same_structure(batch, shape, number)
                 if self.balancer is None:
                     ids = self._ids(batch)

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from freescale import compat
 from freescale.config import Config, load
 from freescale.kernels import plan, tables
+from freescale.runtime import fbgemm
 from freescale.runtime.exchange import Exchange, ReplicatedRows
 
 log = logging.getLogger(__name__)
@@ -36,78 +38,6 @@ class Refused(RuntimeError):
 def raise_if_refused(cfg: Config) -> None:
     if cfg.strict and _refused:
         raise Refused(_refused[0])
-
-
-# Their updates depend on a row, its gradient and settings alone. The others count steps, or look at more than the row.
-OPTIMIZERS = ("exact_sgd", "exact_adagrad", "exact_row_wise_adagrad")
-
-
-_FLOAT32 = 0  # as FBGEMM numbers its types
-
-
-class _Settings(NamedTuple):
-    arguments: Any  # eps, weight decay and so on, immutable
-    learning_rate: float
-
-
-class FbgemmTable:
-    """The rows that this rank owns in one FBGEMM module (its tables one after the other), or none of them."""
-
-    def __init__(self, emb: Any, names: list[str], dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.emb, self.names, self.dim = emb, names, dim  # names: table and feature of each entry, for errors
-        self._none = torch.empty(0, dim, dtype=dtype, device=device)
-        if emb is None:
-            return
-        rows = [spec[0] for spec in emb.embedding_specs]
-        self._starts = torch.tensor([0, *rows]).cumsum(0).to(device)
-        # FBGEMM wants its indices per feature; a table's rows all go in through its first feature.
-        first = [emb.feature_table_map.index(t) for t in range(len(rows))]
-        self._bags = torch.zeros(len(emb.feature_table_map) + 1, dtype=torch.int64)
-        self._first = torch.tensor(first, dtype=torch.int64)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self._none if self.emb is None else _flat_weight(self.emb).detach().view(-1, self.dim)
-
-    def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """FBGEMM's own fused optimizer, through its public lookup: one index per row, one gradient each."""
-        if self.emb is None:
-            return
-        table = torch.searchsorted(self._starts, rows, right=True) - 1
-        counts = torch.bincount(table.cpu(), minlength=self._first.shape[0])
-        sizes = torch.zeros_like(self._bags)
-        sizes[self._first + 1] = counts
-        with compat.autograd_inside_op():
-            looked_up = self.emb(rows - self._starts[table], sizes.cumsum(0).to(rows.device))
-            torch.autograd.backward(looked_up, grads.view_as(looked_up))
-
-    def settings(self) -> _Settings | None:
-        if self.emb is None:
-            return None
-        return _Settings(self.emb.optimizer_args, self.emb.get_learning_rate())
-
-    @contextmanager
-    def with_settings(self, settings: _Settings | None) -> Iterator[None]:
-        if self.emb is None or settings is None:
-            yield
-            return
-        now = _Settings(self.emb.optimizer_args, self.emb.get_learning_rate())
-        self._set(settings)
-        try:
-            yield
-        finally:
-            self._set(now)
-
-    def _set(self, settings: _Settings) -> None:
-        self.emb.optimizer_args = settings.arguments
-        self.emb.set_learning_rate(settings.learning_rate)
-
-    def describe(self, feature: int) -> str:
-        return self.names[feature]
-
-
-def _flat_weight(emb: Any) -> torch.Tensor:
-    return emb.weights_dev if emb.weights_dev.numel() else emb.weights_host
 
 
 class Collection:
@@ -150,7 +80,7 @@ class Collection:
                     words.append(_words(configs[name], feature))
             mine = groups[module._env.rank]
             emb = None if mine is None else _module_of(lookup, mine)
-            table = FbgemmTable(emb, words, module._embedding_dim, _torch_dtype(dtype), _device(module))
+            table = fbgemm.FbgemmTable(emb, words, module._embedding_dim, _torch_dtype(dtype), _device(module))
             label = f"{module._module_fqn or 'embeddings'}.{kind}"
             self.exchanges.append(
                 Exchange(label, table, shards, rows, entries, module._env.process_group)
@@ -180,24 +110,13 @@ class _Replica:
 
 
 class _Words:
-    """Names the entries of a replica in errors; its optimizer is the user's."""
-
-    weight = torch.empty(0)
+    """Names the entries of a replica in errors; its rows and their optimizer are the user's."""
 
     def __init__(self, config: Any) -> None:
         self.words = [_words(t, f) for t in config.embedding_tables for f in t.feature_names]
 
     def describe(self, feature: int) -> str:
         return self.words[feature]
-
-    def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def settings(self) -> Any:
-        raise NotImplementedError
-
-    def with_settings(self, settings: Any) -> Any:
-        raise NotImplementedError
 
 
 def _words(table: Any, feature: str) -> str:
@@ -277,28 +196,8 @@ def why_not(module: Any) -> str | None:
         if kind == "data_parallel":
             continue
         for lookup_group in module._lookups[list(module._sharding_type_to_sharding).index(kind)]._emb_modules:
-            if (reason := _why_not_fbgemm(lookup_group.emb_module)) is not None:
+            if (reason := fbgemm.why_not(lookup_group.emb_module)) is not None:
                 return f"tables {names}: {reason}"
-    return None
-
-
-def _why_not_fbgemm(emb: Any) -> str | None:
-    if emb.weights_uvm.numel():
-        return "their rows are in unified memory"
-    if emb.weights_dev.numel() and emb.weights_host.numel():
-        return "their rows are spread over host and device"
-    if emb.optimizer.value not in OPTIMIZERS:
-        return f"their optimizer is {emb.optimizer.value}; freescale serves {', '.join(OPTIMIZERS)}"
-    if emb._used_rowwise_adagrad_with_counter or emb._used_rowwise_adagrad_with_global_weight_decay:
-        return "their weight decay depends on when a row was seen last"
-    if emb.optimizer_args.gradient_clipping:
-        return "FBGEMM clips the gradients of single values (gradient_clipping)"
-    if emb.output_dtype != _FLOAT32:
-        return "their output is not float32 (output_dtype)"
-    dims = {spec[1] for spec in emb.embedding_specs}
-    total = sum(spec[0] * spec[1] for spec in emb.embedding_specs)
-    if len(dims) != 1 or _flat_weight(emb).numel() != total:
-        return "FBGEMM does not store their rows one after the other"
     return None
 
 
@@ -393,27 +292,24 @@ def _serve(collection: Collection, features: Any, divide: bool) -> dict[str, Any
     return found
 
 
-class OptimizerWatch:
-    """Calls `read` before the state of TorchRec's optimizers is read, `load` before it is loaded, until removed."""
+_watching: OrderedDict[int, tuple[Callable[[], None], Callable[[], None]]] = OrderedDict()
 
-    _all: list[OptimizerWatch] = []
 
-    def __init__(self, read: Callable[[], None], load: Callable[[], None]) -> None:
-        self.read, self.load = read, load
-        self._all.append(self)
+def watch_optimizers(read: Callable[[], None], load: Callable[[], None]) -> RemovableHandle:
+    """Call `read` before the state of TorchRec's optimizers is read, `load` before it is loaded."""
+    handle = RemovableHandle(_watching)
+    _watching[handle.id] = read, load
+    return handle
 
-    def remove(self) -> None:
-        self._all.remove(self)
 
-    @classmethod
-    def before(cls, method: Any, what: str) -> Any:
-        @functools.wraps(method)
-        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-            for watch in tuple(cls._all):
-                getattr(watch, what)()
-            return method(self, *args, **kwargs)
+def _watched(method: Any, which: int) -> Any:
+    @functools.wraps(method)
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for calls in tuple(_watching.values()):
+            calls[which]()
+        return method(self, *args, **kwargs)
 
-        return told
+    return told
 
 
 def teach() -> bool:
@@ -425,8 +321,8 @@ def teach() -> bool:
     except ImportError:
         return False
     if _original_forward is None:
-        KeyedOptimizer.state_dict = OptimizerWatch.before(KeyedOptimizer.state_dict, "read")
-        KeyedOptimizer.load_state_dict = OptimizerWatch.before(KeyedOptimizer.load_state_dict, "load")
+        KeyedOptimizer.state_dict = _watched(KeyedOptimizer.state_dict, 0)
+        KeyedOptimizer.load_state_dict = _watched(KeyedOptimizer.load_state_dict, 1)
         _original_forward = ShardedEmbeddingCollection.forward
         ShardedEmbeddingCollection._freescale_prepare = compat.assume_constant_result(_freescale_prepare)
         ShardedEmbeddingCollection.forward = _forward

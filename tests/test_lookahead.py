@@ -137,7 +137,7 @@ def _exact(optimizer: str, steps: int, few: int):
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("world, steps", ((2, 36), pytest.param(2, 200, marks=slow), pytest.param(4, 200, marks=slow)))
+@pytest.mark.parametrize("world, steps", ((2, 60), pytest.param(2, 200, marks=slow), pytest.param(4, 200, marks=slow)))
 @pytest.mark.parametrize("optimizer", ("sgd", "rowwise_adagrad"))
 @pytest.mark.timeout(600)
 def test_same_bits_with_and_without(optimizer, world, steps):
