@@ -4,9 +4,10 @@
 
 Several processes on one GPU under MPS, which this script starts and stops. Every rank sends the same number of bytes,
 split unevenly over the ranks, itself included. Wall time is that of the slowest rank, from a common start to the last
-byte on every device. GB/s counts what all ranks send in that time: each byte crosses the PCIe link once in each
-direction, and all ranks share that link. Its rate is measured in the same run: plain copies of pinned memory by all
-ranks at once, both directions busy, bytes of one direction.
+byte on every device; it includes the launch, which a training step does ahead. `in a row` are four such messages,
+launched one after another, as the chunks of a step are. GB/s counts what all ranks send in that time: each byte crosses
+the PCIe link once in each direction, and all ranks share that link. Its rate is measured in the same run: plain copies
+of pinned memory by all ranks at once, both directions busy, bytes of one direction.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from gpu_machine import machine, quartiles, write
 
 WORLDS, SIZES = (2, 4, 8), (1, 4, 32, 128, 512)  # MB per rank
 WIDTH = 128  # floats in a row
+IN_A_ROW = 4
 wait = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -109,6 +111,11 @@ class Case:
         self.launch_seconds.append(time.perf_counter() - start)
         self.arrived = wait(out)
 
+    def staged_in_a_row(self) -> None:
+        outs = [self.transport.launch(self.x, self.send, self.recv, self.n, 1) for _ in range(IN_A_ROW)]
+        for out in outs:
+            wait(out)
+
     def gloo(self) -> None:
         dist.all_to_all_single(self.out, self.x, self.recv.tolist(), self.send.tolist())
 
@@ -138,6 +145,8 @@ def measure(megabytes: int, transport: Any, quick: bool) -> dict[str, Any]:
         row[f"{how}_gb_per_s"] = moved / middle
         row[f"{how}_cpu_cores_per_rank"] = cpu[how] / sum(seconds[how])
         row[f"{how}_repeats"] = len(seconds[how])
+    in_a_row = quartiles([timed(case.staged_in_a_row) for _ in range(3 if quick else 7)])[0]
+    row["staged_in_a_row_gb_per_s"] = IN_A_ROW * moved / in_a_row
     row["launch_ms"] = quartiles(case.launch_seconds)[0] * 1e3
     return row
 
@@ -227,13 +236,14 @@ def show(found: dict[str, Any]) -> None:
     if found["gb_per_s_by_piece"]:
         pieces = {k >> 20: round(v, 1) for k, v in found["gb_per_s_by_piece"].items()}
         print("128 MB per rank, GB/s by MiB of the largest piece:", pieces)
-    print(f"{'MB per rank':>11} {'staged ms':>10} {'GB/s':>6} {'of PCIe':>7} {'gloo ms':>9}", end=" ")
+    print(f"{'MB per rank':>11} {'staged ms':>10} {'GB/s':>6} {'of PCIe':>7} {'in a row':>8} {'gloo ms':>9}", end=" ")
     print(f"{'GB/s':>6} {'ratio':>6} {'launch ms':>9} {'cores: staged':>13} {'gloo':>5} {'pinned MB':>9}")
     for r in found["rows"]:
-        share, ratio = r["staged_gb_per_s"] / rate["both_ways"], r["staged_gb_per_s"] / r["gloo_gb_per_s"]
+        share, row = (r[name] / rate["both_ways"] for name in ("staged_gb_per_s", "staged_in_a_row_gb_per_s"))
+        ratio = r["staged_gb_per_s"] / r["gloo_gb_per_s"]
         print(
             f"{r['mb_per_rank']:>11} {r['staged_ms']:>10.2f} {r['staged_gb_per_s']:>6.1f} {share:>7.1%} "
-            f"{r['gloo_ms']:>9.1f} {r['gloo_gb_per_s']:>6.2f} {ratio:>5.1f}x {r['launch_ms']:>9.2f} "
+            f"{row:>8.1%} {r['gloo_ms']:>9.1f} {r['gloo_gb_per_s']:>6.2f} {ratio:>5.1f}x {r['launch_ms']:>9.2f} "
             f"{r['staged_cpu_cores_per_rank']:>13.2f} {r['gloo_cpu_cores_per_rank']:>5.2f} "
             f"{r['pinned_bytes_of_the_host'] / 1e6:>9.0f}"
         )
@@ -255,6 +265,7 @@ def finish(worlds: list[dict[str, Any]], described: dict[str, Any], under_mps: b
         "staged_share_of_pcie_other_way_idle": alone,  # of what one direction does while the other is not used
         "staged_share_of_pcie_from_128_mb": min(share for (_, size), share in shares.items() if size >= 128),
         "staged_share_of_pcie_from_32_mb": min(shares.values()),
+        "staged_share_of_pcie_in_a_row_from_32_mb": min(r["staged_in_a_row_gb_per_s"] / rate for rate, r in rows),
     }
     print("\n" + "\n".join(f"{name}: {value:.3f}" for name, value in headlines.items()))
     write(path, {"machine": described, "mps": under_mps, **headlines, "worlds": worlds})

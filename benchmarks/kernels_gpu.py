@@ -9,7 +9,7 @@ sleeping kernel; medians of interleaved runs. Inputs:
     pack      rows of a table of 20 million, for 8 peers, each peer's distinct and ascending, as plans have them
     expand    Zipf 1.05 ids over 50 million: unique rows in ascending order of id, positions in random order
     expand, uniform   each unique row at four random positions: more than the cache holds, so reads repeat
-    sum       the gradient of `expand`; the most popular row has some 6% of all positions, added one after another
+    sum       the gradient of `expand`; the most popular row has some 3% of all positions
     update    gradients from 8 requesters, each with the distinct rows of its Zipf 1.05 ids over 20 million rows
 """
 

@@ -12,6 +12,8 @@ from freescale import compat
 from freescale.kernels import asking, c10d, launches, plan, tables
 from freescale.kernels.ops import LATE, lib
 
+RUN = 512  # entries of a segment that are added one after another
+
 _ops = torch.ops.freescale
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
@@ -49,11 +51,28 @@ def _launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
 
 
 def sum_rows(x, order, ends):
-    """out[i] = x[order[ends[i-1]]] + ... + x[order[ends[i]-1]], left to right, in at least float32."""
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    """out[i] = x[order[ends[i-1]]] + ... + x[order[ends[i]-1]], in at least float32 and in a fixed order.
+
+    Left to right in runs of RUN entries, counted from the segment's first; then the runs' sums, left to right. So a
+    row that is asked for a million times does not keep a GPU waiting for a million additions, one after another.
+    """
+    return sum_wide(x if x.dtype in (torch.float32, torch.float64) else x.float(), order, ends).to(x.dtype)
+
+
+def sum_wide(x, order, ends):
+    """sum_rows in the type of x."""
+    x, sizes = x.index_select(0, order), plan.sizes_of(ends)
+    if order.shape[0] > RUN and int(sizes.max()) > RUN:
+        runs = (sizes + RUN - 1) // RUN
+        segment = torch.arange(sizes.shape[0], device=x.device).repeat_interleave(runs)
+        nth = torch.arange(segment.shape[0], device=x.device) - (runs.cumsum(0) - runs)[segment]
+        x, sizes = _sum_segments(x, (sizes[segment] - nth * RUN).clamp(max=RUN)), runs
+    return _sum_segments(x, sizes)
+
+
+def _sum_segments(x, sizes):
     # segment_reduce walks each segment from left to right on every device
-    out = torch.segment_reduce(wide.index_select(0, order), "sum", lengths=plan.sizes_of(ends), unsafe=True)
-    return out.to(x.dtype)
+    return torch.segment_reduce(x, "sum", lengths=sizes, unsafe=True)
 
 
 def update_(token, grad, rows, order, ends, priority, table):

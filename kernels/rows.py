@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from freescale.kernels import plan, reference
+from freescale.kernels import reference
 from freescale.kernels.ops import lib
 
 KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +37,7 @@ def expand_rows(unique: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
 
 
 def sum_rows(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """out[i] = x[order[ends[i-1]]] + ... + x[order[ends[i]-1]], left to right, in at least float32."""
+    """out[i] = x[order[ends[i-1]]] + ... + x[order[ends[i]-1]], in reference.sum_rows' order, in at least float32."""
     _check("sum_rows", x, order=order, ends=ends)
     if not _served_by_kernels(x):
         return reference.sum_rows(x, order, ends)
@@ -81,8 +81,7 @@ def update_rows_reference(
 ) -> None:  # fmt: skip
     """What update_rows computes: for float32 and float64 the steps of runtime/native.py's apply_update."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    sizes = plan.sizes_of(ends)
-    total = torch.segment_reduce(grad.to(wide).index_select(0, order), "sum", lengths=sizes, unsafe=True)
+    total = reference.sum_wide(grad.to(wide), order, ends)
     step = torch.full((rows.shape[0],), lr, dtype=wide, device=weight.device)
     if momentum is not None:
         now = momentum.index_select(0, rows).to(wide) + total.square().sum(1) / weight.shape[1]

@@ -3,9 +3,10 @@
 Rows are those of contiguous [n, dim] tensors of float32, bfloat16 or float16; indices are contiguous int64. Nothing
 here waits for the device: sizes come from shapes, and how long a segment is only the kernels know.
 
-A sum of one column of one segment is sequential, left to right, so that it has the same bits everywhere. What runs at
-the same time are segments and columns: short segments many to a program, one entry of each at a time; a long
-segment has a program to itself, with many of its rows on the way at once.
+A sum of one column of one run (reference.RUN entries of a segment) is sequential, left to right, so that it has the
+same bits everywhere. What runs at the same time are segments, runs and columns: short segments many to a program, one
+entry of each at a time; a long segment has a program to itself, with many of its rows on the way at once; and each
+run of one that has several, whose sums are then added as if they were its rows.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
+from freescale.kernels.reference import RUN
+
 SUM, SGD, ADAGRAD = 0, 1, 2
 LONG = 16  # entries above which a segment is a long one
-SCANNERS = 1024  # programs that look for long segments
+SCANNERS = 4096  # programs that look for long segments
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -135,35 +138,79 @@ def _short_segments(
 
 
 @triton.jit
-def _sum_long(x, order, ends, segment, column, DIM: tl.constexpr, UNROLL: tl.constexpr):
-    """The sum of one segment, UNROLL entries at a time; the indices of the next ones travel with the rows of these."""
-    entry = tl.load(ends + segment - 1, mask=segment > 0, other=0)
-    end = tl.load(ends + segment)
+def _sum_between(x, order, entry, end, column, DIM: tl.constexpr, UNROLL: tl.constexpr):
+    """The sum of entries of `order`, UNROLL at a time; the indices of the next ones travel with the rows of these."""
     total = tl.zeros((column.shape[0],), tl.float32)
     at = ()
     for ahead in tl.static_range(UNROLL):
         here = tl.load(order + tl.minimum(entry + ahead, end - 1)).to(tl.int32)
         at = at + (here,)  # type: ignore[assignment]
-    for _ in range((end - entry) // UNROLL):
-        entry += UNROLL
+    while entry < end:
         upcoming = ()
         for ahead in tl.static_range(UNROLL):
-            here = tl.load(order + tl.minimum(entry + ahead, end - 1)).to(tl.int32)
+            here = tl.load(order + tl.minimum(entry + UNROLL + ahead, end - 1)).to(tl.int32)
             upcoming = upcoming + (here,)  # type: ignore[assignment]
         for ahead in tl.static_range(UNROLL):
-            total += tl.load(x + at[ahead].to(tl.int64) * DIM + column, mask=column < DIM, other=0.0).to(tl.float32)
+            inside = (column < DIM) & (entry + ahead < end)
+            total += tl.load(x + at[ahead].to(tl.int64) * DIM + column, mask=inside, other=0.0).to(tl.float32)
         at = upcoming
-    for ahead in tl.static_range(UNROLL):
-        inside = (column < DIM) & (entry + ahead < end)
-        total += tl.load(x + at[ahead].to(tl.int64) * DIM + column, mask=inside, other=0.0).to(tl.float32)
+        entry += UNROLL
+    return total
+
+
+@triton.jit
+def _segment_at(ends, entry, low, high):
+    """The segment of an entry of `order`, which is one from `low` to `high`."""
+    while low < high:
+        middle = (low + high) // 2
+        later = tl.load(ends + middle) > entry
+        low = tl.where(later, low, middle + 1)
+        high = tl.where(later, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["n_segments", "n"])
+def _sum_runs(
+    x, order, ends, sums, n_segments, n,
+    DIM: tl.constexpr, RUN: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Sums of the runs, of segments that have several, that begin in one window of RUN entries of `order`.
+
+    Two can: one of the segment in which the window begins, and the first run of another, that in which it ends.
+    """
+    window = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    segment, high = window * 0, window * 0 + n_segments - 1
+    for which in range(2):
+        entry = window * RUN if which == 0 else tl.minimum(window * RUN + RUN, n) - 1
+        segment = _segment_at(ends, entry, segment, high)
+        begin, end = tl.load(ends + segment - 1, mask=segment > 0, other=0), tl.load(ends + segment)
+        high = tl.minimum(segment + RUN, n_segments - 1)
+        begins_here = begin > window * RUN
+        run = begin if begins_here else begin + tl.cdiv(window * RUN - begin, RUN) * RUN
+        if (end - begin > RUN) & (run < end) & (begins_here == (which == 1)):
+            total = _sum_between(x, order, run, tl.minimum(run + RUN, end), column, DIM, UNROLL)
+            tl.store(sums + (2 * window + which) * DIM + column, total, mask=column < DIM)
+
+
+@triton.jit
+def _join_runs(sums, begin, end, column, DIM: tl.constexpr, RUN: tl.constexpr, UNROLL: tl.constexpr):
+    """The sum of a segment's runs, from where _sum_runs has put them."""
+    window, runs = begin // RUN, tl.cdiv(end - begin, RUN)
+    first = 2 * window + (begin % RUN != 0).to(tl.int64)
+    total = tl.load(sums + first * DIM + column, mask=column < DIM, other=0.0)
+    for run in range(1, runs, UNROLL):
+        for ahead in tl.static_range(UNROLL):
+            inside = (column < DIM) & (run + ahead < runs)
+            total += tl.load(sums + 2 * (window + run + ahead) * DIM + column, mask=inside, other=0.0)
     return total
 
 
 @triton.jit(do_not_specialize=["n_segments"])
 def _long_segments(
-    x, order, ends, out, rows, weight, momentum, n_segments, lr, eps,
-    DIM: tl.constexpr, MODE: tl.constexpr, LONG: tl.constexpr, SCAN: tl.constexpr, COLUMNS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    x, order, ends, out, rows, weight, momentum, n_segments, lr, eps, sums,
+    DIM: tl.constexpr, MODE: tl.constexpr, LONG: tl.constexpr, RUN: tl.constexpr, SCAN: tl.constexpr,
+    COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     programs = tl.num_programs(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -178,7 +225,13 @@ def _long_segments(
             if MODE != 0:
                 row = tl.load(rows + one + tl.zeros((1,), tl.int32)).to(tl.int32)
                 w, m = _weights(weight, row, column, DIM), _momenta(momentum, row, MODE)
-            total = _sum_long(x, order, ends, one, column, DIM, UNROLL)
+            from_entry, to_entry = tl.load(ends + one - 1, mask=one > 0, other=0), tl.load(ends + one)
+            if sums is None:
+                total = _sum_between(x, order, from_entry, to_entry, column, DIM, UNROLL)
+            elif to_entry - from_entry > RUN:
+                total = _join_runs(sums, from_entry, to_entry, column, DIM, RUN, UNROLL)
+            else:
+                total = _sum_between(x, order, from_entry, to_entry, column, DIM, UNROLL)
             if MODE == 0:
                 tl.store(out + one * DIM + column, total.to(out.dtype.element_ty), mask=column < DIM)
             else:
@@ -212,12 +265,12 @@ def update_segments(
     _launch(grad, order, ends, None, rows, weight, momentum, lr, eps, mode, longest=longest)
 
 
-def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=None, programs=256, deep=32):
+def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=None, programs=256, deep=16):
     """On up to `programs` to a processor; of a long segment, `deep` entries at a time."""
     n, dim = ends.shape[0], x.shape[1]
     if n == 0 or dim == 0:
         return
-    args = (x, order, ends, out, rows, weight, momentum, n, float(lr), float(eps), dim, mode, LONG)
+    args = (x, order, ends, out, rows, weight, momentum, n, float(lr), float(eps))
     columns = triton.next_power_of_2(dim)
     # Small rows: 16 bytes to a thread, and four entries at once, since the longest segment of a tile keeps the others
     # waiting. Measured on an H200.
@@ -228,12 +281,19 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
     grid = (min(triton.cdiv(n, segments), _processors(x.device) * programs),)
     index = tl.int32 if n + 3 * grid[0] * segments < 2**31 else tl.int64
     # A product and a sum must not become one instruction that rounds once: the reference rounds twice.
-    _short_segments[grid](*args, segments, columns, unroll, index, num_warps=warps, enable_fp_fusion=False)
-    most = order.shape[0] if longest is None else min(longest, order.shape[0])
-    if most > LONG:
-        warps = min(16, max(1, columns // 32))
-        grid = (min(SCANNERS, n),)
-        _long_segments[grid](*args, 256, columns, deep, num_warps=warps, enable_fp_fusion=False)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    _short_segments[grid](*args, dim, mode, LONG, segments, columns, unroll, index, **options)
+    entries = order.shape[0]
+    most = entries if longest is None else min(longest, entries)
+    if most <= LONG:
+        return
+    options["num_warps"] = min(16, max(1, columns // 32))
+    sums = None
+    if most > RUN:
+        windows = triton.cdiv(entries, RUN)
+        sums = x.new_empty((2 * windows, dim), dtype=torch.float32)
+        _sum_runs[(windows,)](x, order, ends, sums, n, entries, dim, RUN, columns, deep, **options)
+    _long_segments[(min(SCANNERS, n),)](*args, sums, dim, mode, LONG, RUN, 256, columns, deep, **options)
 
 
 @functools.lru_cache

@@ -40,6 +40,7 @@ def exact(n: int, dim: int) -> torch.Tensor:
 
 
 SKEWED = [1, 0, 3, 40, 1, 2, 17, 0, 0, 16, 5, 1, 1, 150]
+HUGE = [512, 1024, 3, 513, 1, 0, 512, 1700, 17]  # several runs: some begin with a window of runs, some within one
 
 
 # ---- cases: each runs in the interpreter and on a GPU --------------------------------------------------------------
@@ -64,6 +65,21 @@ def sums_segments_bit_for_bit(device: str) -> None:
             x = torch.randn(sum(lengths), dim).to(device, dtype)
             order, ends = segments(lengths, device)
             same_bits(rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+
+
+def sums_segments_of_several_runs_bit_for_bit(device: str) -> None:
+    from freescale.kernels import rows_triton
+
+    for dtype, dim, lengths in ((torch.float32, 5, HUGE), (torch.bfloat16, 8, HUGE), (torch.float32, 1, [600])):
+        x = torch.randn(sum(lengths), dim).to(device, dtype)
+        order, ends = segments(lengths, device)
+        same_bits(rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+    for longest in (None, max(HUGE)):
+        weight, at, order, ends = _table(4, device, torch.float32, HUGE)
+        grad, expected = torch.randn(sum(HUGE), 4, device=device), weight.clone()
+        rows.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
+        rows_triton.update_segments(weight, None, grad, at, order, ends, 0.1, 0.0, longest)
+        same_bits(weight, expected)
 
 
 def keeps_minus_zero_infinity_and_nan(device: str) -> None:
@@ -147,15 +163,34 @@ def random_segments(device: str) -> None:
     check()
 
 
+def random_segments_of_short_runs(device: str) -> None:
+    from freescale.kernels import rows_triton
+
+    @settings(max_examples=25 if device == "cpu" else 200, deadline=None, database=None)
+    @given(st.lists(st.integers(0, 70), max_size=8), st.integers(0, 2**31))
+    def check(lengths, seed):
+        torch.manual_seed(seed)
+        x = torch.randn(sum(lengths), 3, device=device)
+        order, ends = segments(lengths, device)
+        assert torch.equal(rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "RUN", 20)
+        patch.setattr(rows_triton, "RUN", 20)
+        check()
+
+
 CASES = [
     gathers_rows,
     sums_segments_bit_for_bit,
+    sums_segments_of_several_runs_bit_for_bit,
     keeps_minus_zero_infinity_and_nan,
     steps_of_sgd_bit_for_bit,
     steps_of_adagrad_bit_for_bit_where_squares_add_exactly,
     adagrad_is_as_near_to_float64_as_its_definition,
     low_precision_is_rounded_once,
     random_segments,
+    random_segments_of_short_runs,
 ]
 test_in_the_interpreter = in_the_interpreter(__file__, CASES)
 test_on_a_gpu = on_a_gpu(CASES)
