@@ -44,7 +44,8 @@ class Config:
     link_gbps: float = _flag(0.0, "Speed of the link in Gbit/s; 0: measured once per group at start-up")
     transport: str = _flag(
         "auto",
-        "What carries a launch; `auto`: `peer` where all GPUs reach each other, else `staged`, and `c10d` on the CPU",
+        "What carries a launch; `auto`: `c10d` on the CPU, `peer` where the ranks' GPUs are in one host (by torchrun's "
+        "LOCAL_WORLD_SIZE) and reach each other, else `staged`",
         ("auto", "c10d", "staged", "peer"),
     )
     ring_mb: float = _flag(256.0, "Host memory in MiB that `staged` pins on each rank, once; a longer message waits")

@@ -38,8 +38,8 @@ class Facts:
     cpu_cores: int = 0
     cuda_devices: list[str] = field(default_factory=list)
     process_groups: dict[str, bool] = field(default_factory=dict)
-    transports: dict[str, bool] = field(default_factory=dict)
-    tables: dict[str, str] = field(default_factory=dict)  # "yes", or "no: " and the reason
+    transports: dict[str, str] = field(default_factory=dict)  # "yes", or "no: " and the reason
+    tables: dict[str, str] = field(default_factory=dict)  # the same
     settings: dict[str, Any] | None = None  # None: a flag is bad
     missing: list[Missing] = field(default_factory=list)
 
@@ -91,12 +91,29 @@ def _examine_torch(facts: Facts, torch: Any) -> None:
     for name in ("gloo", "nccl", "ucc", "mpi", "xccl"):
         available = getattr(dist, f"is_{name}_available", lambda: False)
         facts.process_groups[name] = dist.is_available() and bool(available())
-    facts.transports["c10d"] = any(facts.process_groups.values())
+    c10d = any(facts.process_groups.values())
     facts.cuda_devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    if not facts.transports["c10d"]:
+    facts.transports = {"c10d": "yes" if c10d else "no: torch has no process-group backend"}
+    facts.transports |= _copying_transports(len(facts.cuda_devices))
+    if not c10d:
         facts.missing.append(Missing("a process-group backend", "Install another build of torch."))
     elif facts.cuda_devices and not facts.process_groups["nccl"]:
         facts.missing.append(Missing("nccl: CUDA tensors go through gloo", "Install a CUDA build of torch."))
+
+
+def _copying_transports(gpus: int) -> dict[str, str]:
+    if not gpus:
+        return dict.fromkeys(("staged", "peer"), "no: it copies between GPUs, and there is none")
+    staged, peer = "yes", "no: it needs two GPUs that can write into each other's memory"
+    try:
+        from freescale.kernels import cuda_driver, transports
+
+        cuda_driver.load()
+        if transports.joined_gpus() > 1:
+            peer = f"yes, between {transports.joined_gpus()} GPUs of this host"
+    except Exception as error:
+        staged = peer = f"no: {_reason(error)}"
+    return {"staged": staged, "peer": peer}
 
 
 def _self_test() -> str | None:
@@ -183,7 +200,7 @@ def in_words(facts: Facts) -> str:
         "Versions": _aligned(versions),
         "Devices": [f"CPU: {facts.cpu_cores} cores", *(f"CUDA: {d}" for d in facts.cuda_devices or ["none"])],
         "Process-group backends": [f"{k}: {yes_no[v]}" for k, v in facts.process_groups.items()] or ["none"],
-        "Transports": [f"{k}: {yes_no[v]}" for k, v in facts.transports.items()] or ["none"],
+        "Transports": [f"{k}: {v}" for k, v in facts.transports.items()] or ["none"],
         "Tables": [f"{k}: {v}" for k, v in facts.tables.items()],
         "Settings": _aligned({k: int(v) if isinstance(v, bool) else v for k, v in settings.items()}),
         "Missing": [f"{m.what.rstrip('.')}. {m.remedy}" for m in facts.missing] or ["Nothing is missing."],

@@ -22,7 +22,7 @@ import freescale.passes
 import freescale.runtime
 from freescale import compat
 from freescale.config import Config
-from freescale.kernels import links
+from freescale.kernels import links, transports
 from freescale.kernels.ops import COPYING
 from freescale.passes.facts import CannotApply, Exchange, argument, exchanges
 from freescale.passes.graph_text import graph_text
@@ -71,7 +71,8 @@ class Driver(compat.CustomGraphPass):
         self.cfg = cfg
 
     def uuid(self) -> str:
-        return f"{_source_hash()} {sorted(asdict(self.cfg).items())} {links.rounded()}"
+        settings = sorted(asdict(self.cfg).items())
+        return f"{_source_hash()} {settings} {links.rounded()} {transports.surroundings()}"
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = cast(fx.GraphModule, graph.owning_module)

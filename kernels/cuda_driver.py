@@ -29,7 +29,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 _PORTABLE_AND_MAPPED, _NON_BLOCKING, _AT_LEAST = 3, 1, 0
 
 
-def _load() -> dict[str, Any]:
+def load() -> dict[str, Any]:
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -50,7 +50,7 @@ class CudaDriver:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if CudaDriver.calls is None:
-            CudaDriver.calls = _load()
+            CudaDriver.calls = load()
         calls = CudaDriver.calls
         self._out, self._in = calls["cuMemcpyDtoHAsync_v2"], calls["cuMemcpyHtoDAsync_v2"]
         self._write, self._wait = calls["cuStreamWriteValue32_v2"], calls["cuStreamWaitValue32_v2"]

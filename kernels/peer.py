@@ -65,8 +65,14 @@ class Peer(Transport):
         self.slab = -(-slab // 4096) * 4096
         self._flags_at = LEVELS * self.world * _SLOTS * self.slab
         flags = 2 * LEVELS * self.world * _SLOTS * WORD_STRIDE
-        self._window, self._bases = compat.symmetric_buffer(self._flags_at + flags, self.driver.device, self.group)
         self.window_bytes = self._flags_at + flags
+        try:
+            self._window, self._bases = compat.symmetric_buffer(self.window_bytes, self.driver.device, self.group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"freescale: peer: rank {self._me()} cannot share {self.window_bytes} bytes of its GPU with the other "
+                f"ranks' GPUs ({error}); FREESCALE_TRANSPORT=staged needs no such memory"
+            ) from error
         self._flags = self._window[self._flags_at :].view(torch.int32)
         self._flags.zero_()
         torch.cuda.synchronize(self.driver.device)

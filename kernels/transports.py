@@ -4,17 +4,20 @@
     staged   copy engines and host memory, no SM: all_to_all_launch_staged, all_to_all_rows_launch_staged
     peer     symmetric memory, push into the receiver's window: ..._peer
 
-The choice follows from the request and the devices: alike on machines of one kind, so alike on every rank. (The text
-that ranks compare before the first launch names the transport.)
+The choice follows from the request and from `surroundings`: alike on machines of one kind, so alike on every rank.
+(The text that ranks compare before the first launch names the transport.) A compiled graph has the choice in it, so
+the surroundings belong to the key of torch's caches.
 """
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from freescale import compat
 from freescale.kernels import launches, tables
@@ -42,7 +45,11 @@ def choose(wanted: str, group_name: str, device_type: str) -> tuple[str, str]:
 def _best(group_name: str, device_type: str) -> tuple[str, str]:
     if device_type != "cuda":
         return "c10d", f"the rows are on the {device_type}"
-    if _all_peers_within_reach(compat.group_by_name(group_name).size()):
+    ranks = dist.get_process_group_ranks(compat.group_by_name(group_name))
+    local = _ranks_of_a_host()
+    if local and len({rank // local for rank in ranks}) > 1:
+        return "staged", "the ranks are on several hosts"
+    if 1 < len(ranks) <= joined_gpus():
         return "peer", "every rank's GPU can write into every other's"
     return "staged", "the ranks' GPUs cannot all reach each other"
 
@@ -53,13 +60,28 @@ def _why_not(name: str, device_type: str) -> str:
     return ""
 
 
+def surroundings() -> str:
+    """What `auto` looks at, beside the group and the rows."""
+    if not torch.cuda.is_initialized():  # then no rows are on a GPU
+        return ""
+    return f"{_ranks_of_a_host()} ranks of a host, {joined_gpus()} joined GPUs"
+
+
+def _ranks_of_a_host() -> int:
+    """As torchrun says; 0 where nobody does."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(said) if said.isdecimal() else 0
+
+
 @cache
-def _all_peers_within_reach(world: int) -> bool:
-    """One host with a GPU per rank, all joined."""
-    n = torch.cuda.device_count()
-    return n >= world > 1 and all(
-        torch.cuda.can_device_access_peer(a, b) for a in range(world) for b in range(world) if a != b
-    )
+def joined_gpus() -> int:
+    """How many of this host's GPUs, from the first one on, can all write into each other's memory."""
+    n = 0
+    while n < torch.cuda.device_count() and all(
+        torch.cuda.can_device_access_peer(a, b) for pair in range(n) for a, b in ((pair, n), (n, pair))
+    ):
+        n += 1
+    return n
 
 
 def op_of(op: Any, name: str) -> Any:

@@ -53,6 +53,11 @@ def test_words(doctors):
     assert f"torch {torch.__version__} (supported)" in lines
     assert "gloo: yes" in lines
     assert "c10d: yes" in lines
+    if torch.cuda.device_count() == 0:
+        assert "staged: no: it copies between GPUs, and there is none" in lines
+        assert "peer: no: it copies between GPUs, and there is none" in lines
+    else:
+        assert "staged: yes" in lines
     assert "native: yes" in lines
     assert "FREESCALE_TIMEOUT 7.0" in lines
     assert any(line.startswith("TorchRec: ") for line in lines)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fake_world import fake_world, graphs_of
+from freescale import config, driver
 from freescale.kernels import transports
 from ranks import RankFailed, run_ranks_apart
 from test_graphs import Model
@@ -25,8 +26,6 @@ def _lowered_to_staged():
 
     def keep(way, name, graph):
         found[way, name] = [str(n.target) for n in graph.nodes if "launch" in str(n.target)]
-
-    from freescale import driver
 
     end = driver.observe(keep)
     with fake_world(0, 4), mock.patch.object(transports, "_why_not", lambda *a: ""):
@@ -67,8 +66,40 @@ def test_a_request_that_cannot_be_met_is_an_error():
 def test_the_choice_and_its_reason():
     assert transports.choose("auto", "0", "cpu") == ("c10d", "the rows are on the cpu")
     assert transports.choose("c10d", "0", "cuda") == ("c10d", "it was asked for")
-    group = mock.Mock(size=lambda: 2)
-    with mock.patch.object(transports.compat, "group_by_name", lambda name: group):
-        for reach, expected in ((True, "peer"), (False, "staged")):
-            with mock.patch.object(transports, "_all_peers_within_reach", lambda world, r=reach: r):
-                assert transports.choose("auto", "0", "cuda")[0] == expected
+
+
+@pytest.mark.parametrize("ranks, joined, local, expected", (
+    ([0, 1], 2, "", ("peer", "every rank's GPU can write into every other's")),
+    ([0, 1], 8, "2", ("peer", "every rank's GPU can write into every other's")),
+    ([4, 5, 6, 7], 4, "4", ("peer", "every rank's GPU can write into every other's")),
+    ([0, 1], 1, "", ("staged", "the ranks' GPUs cannot all reach each other")),
+    ([0, 1, 2], 2, "3", ("staged", "the ranks' GPUs cannot all reach each other")),
+    ([0], 8, "", ("staged", "the ranks' GPUs cannot all reach each other")),
+    ([0, 1], 8, "1", ("staged", "the ranks are on several hosts")),
+    ([3, 4], 8, "4", ("staged", "the ranks are on several hosts")),
+))  # fmt: skip
+def test_the_choice_on_gpus(monkeypatch, ranks, joined, local, expected):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(transports, "joined_gpus", lambda: joined)
+    monkeypatch.setattr(transports.compat, "group_by_name", lambda name: None)
+    monkeypatch.setattr(transports.dist, "get_process_group_ranks", lambda group: ranks)
+    assert transports.choose("auto", "0", "cuda") == expected
+
+
+def test_joined_gpus(monkeypatch):
+    islands = {0: 0, 1: 0, 2: 0, 3: 1}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(islands))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: islands[a] == islands[b])
+    transports.joined_gpus.cache_clear()
+    assert transports.joined_gpus() == 3
+    transports.joined_gpus.cache_clear()
+
+
+def test_a_cached_graph_is_for_the_same_surroundings(monkeypatch):
+    keys = {driver.Driver(config.Config()).uuid()}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for joined, local in ((1, "1"), (8, "1"), (8, "8")):
+        monkeypatch.setattr(transports, "joined_gpus", lambda n=joined: n)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        keys.add(driver.Driver(config.Config()).uuid())
+    assert len(keys) == 4
