@@ -8,7 +8,7 @@ launch itself is held back until the device has caught up.)
 Failure: a watching thread looks at messages in flight a few times a second. If a peer is gone, or a message is older
 than the time-out, it keeps the error first and then releases the streams that wait, so that nothing hangs. What the
 device computes from there on is garbage: the next launch, wait or `check` raises, and the transport stays unusable.
-Whoever writes a checkpoint or ends a step calls `check` first.
+A step calls `check` before it begins; who reads the tables, `settle`.
 """
 
 from __future__ import annotations
@@ -208,6 +208,12 @@ class Transport:
         """Raise if a transfer has failed."""
         if self.error is not None:
             raise RuntimeError(self.error)
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight; raise if a transfer has failed."""
+        while self.error is None and self._unfinished():
+            time.sleep(1e-3)
+        self.check()
 
     def fail(self, reason: str, culprits: set[int]) -> None:
         """Keep the first error, then let everything that waits go on."""

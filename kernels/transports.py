@@ -116,6 +116,16 @@ def check() -> None:
         transport.check()
 
 
+def settle(*_: Any) -> None:
+    """Before tables are read for a checkpoint: wait until nothing is in flight, and raise if a transfer has failed.
+
+    Otherwise what is read could wait for a stream that a failure releases, and be garbage without an error. Takes
+    whatever a hook is called with.
+    """
+    for _, transport in list(_open.values()):
+        transport.settle()
+
+
 def close() -> None:
     """Give all pinned memory, windows and streams back."""
     while _open:

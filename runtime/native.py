@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from freescale.kernels import plan
+from freescale.kernels import plan, transports
 from freescale.kernels import rows as row_kernels
 from freescale.runtime.exchange import Exchange
 
@@ -68,6 +68,7 @@ class ShardedEmbedding(nn.Module):
         self.register_buffer("weight", local)
         self.register_buffer("momentum", local.new_zeros(mine.rows if optimizer == "rowwise_adagrad" else 0))
         self._exchange = Exchange(name, self, list(self.shards), [num_embeddings], [(name, 0)], group)
+        self.register_state_dict_pre_hook(transports.settle)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self._exchange.lookup([ids], self._divide_by)[0]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from freescale import compat, config
-from freescale.kernels import launches, links
+from freescale.kernels import launches, links, transports
 from freescale.runtime import torchrec_tables
 from freescale.runtime.exchange import Exchange
 from freescale.runtime.native import ShardedEmbedding
@@ -255,6 +255,7 @@ class Tables:
         self._say()
         if self.runs:
             self.flush()
+        transports.settle()
 
     def _before_load(self, *args: Any) -> None:
         self._say()

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from freescale import compat
 from freescale.config import Config, load
-from freescale.kernels import plan, tables
+from freescale.kernels import plan, tables, transports
 from freescale.runtime import fbgemm
 from freescale.runtime.exchange import Exchange, ReplicatedRows
 
@@ -231,6 +231,7 @@ def collection_of(module: Any) -> Collection:
     """How `module`, which `why_not` lets through, is served; made on first use."""
     if "_freescale" not in module.__dict__:
         module.__dict__["_freescale"] = Collection(module)
+        module.register_state_dict_pre_hook(transports.settle)
     return module.__dict__["_freescale"]
 
 

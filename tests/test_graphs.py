@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 
 import expecttest
 import pytest
@@ -14,6 +15,7 @@ from freescale import compat
 from ranks import run_ranks, run_ranks_apart
 
 TORCH = compat.torch_version()
+README = Path(__file__).parent.parent / "README.md"
 
 
 class Model(nn.Module):
@@ -214,3 +216,9 @@ wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  #
 update__default = freescale.update_(expect_ids, wait_tensor_default, primals_26, primals_28, primals_30, 0, item)  # float32[0, 8]
 index_2 = aten.index.Tensor(sum_rows, [primals_34])  # float32[s16, 8]
 return [None, None, update__default, None, None, None, None, None, None, None, None, index_2, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, mm_1, view]""")
+
+
+def test_the_readme_shows_these_graphs():
+    shown = [line for line in README.read_text().splitlines() if "_default = " in line or "_forward = " in line]
+    golden = {line.lstrip("+-") for line in Path(__file__).read_text().splitlines()}
+    assert len(shown) == 6 and not set(shown) - golden

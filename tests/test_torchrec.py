@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,18 @@ def test_fifty_batches_take_one_compilation(ddp):
         assert breaks == []
 
 
+def _no_checkpoint_after_a_failed_transfer(model):
+    from freescale.kernels import transports
+
+    def settle():
+        raise RuntimeError("rank 1 is gone")
+
+    transports._open["staged", "the group"] = None, SimpleNamespace(settle=settle)
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        model.state_dict()
+    transports._open.clear()
+
+
 def _checkpoints():
     """eager -> compiled -> eager by TorchRec's own state_dict, against ten eager steps without a stop."""
     whole = trec.build("row_wise", "rowwise_adagrad")
@@ -120,6 +133,7 @@ def _checkpoints():
     third.load_state_dict(second.state_dict())
     third.fused_optimizer.load_state_dict(second.fused_optimizer.state_dict())
     assert first.state_dict().keys() == second.state_dict().keys() == third.state_dict().keys()
+    _no_checkpoint_after_a_failed_transfer(second)
     trec.train(third, third, 3, first=6)
     # loading into a model that is compiled already reaches its rows
     second.load_state_dict(third.state_dict())
