@@ -106,8 +106,7 @@ class Tables:
                 self._finish(top)
             except RuntimeError as error:
                 failure = error
-            # After a torn backward pass the ranks have met, so that their planning threads can end together too.
-            top.stop_planning(top.behind, top.broken is None or top.torn_somewhere)
+            top.stop_planning(top.behind, top.broken is None or top.met)
             self.runs.pop()
             if failure is not None and (unsaid or top is not run):
                 self._unsaid = failure
@@ -129,6 +128,8 @@ class Tables:
             run.drop_arriving()
         elif lost := run.lost():
             raise RuntimeError(lost) from cause
+        elif run.met and cause is not None:
+            raise cause
 
     def _say(self) -> None:
         if self._unsaid is not None:
@@ -155,9 +156,10 @@ class Tables:
             if CLOSE in kinds:
                 run.closed = True
                 if not same:
-                    run.broken = _differ(said)
+                    run.broken, run.met = _differ(said), True
             if torn := [rank for rank, s in enumerate(said) if s.torn >= 0]:
-                run.broken, run.torn_somewhere = _torn_on(torn, said[torn[0]].torn), True
+                run.broken = _torn_on(torn, said[torn[0]].torn)
+                run.torn_somewhere = run.met = True
                 raise RuntimeError(f"freescale: {run.broken}")
             if same and kinds & {FLUSH, CLOSE}:
                 run.apply()

@@ -48,6 +48,7 @@ class Run:
         self.closed = False  # all ranks have agreed that it ends
         self.broken: str | None = None  # why the ranks can agree on nothing any more
         self.torn_somewhere = False  # that is why
+        self.met = False  # the ranks have met and all know it
         self.stop_planning: Callable[[int, bool], None] = lambda more, together: None
         self.behind = 0  # how many batches fewer than the furthest rank this one had taken when the ranks last met
         # Per exchange the last step that ran: its late gradients are pending until the next step has taken them.

@@ -128,3 +128,27 @@ def test_a_torn_backward_is_an_error_on_every_rank():
     for rank, said in enumerate(run_ranks(_cases, 2)):
         wrong = {name: words for name, words in said.items() if words != "good"}
         assert not wrong, f"rank {rank}:\n" + "\n".join(f"{name}: {words}" for name, words in wrong.items())
+
+
+def _differing() -> None:
+    """One rank believes that nothing is pending. No loop is known that leads there; so it is made to."""
+    t = Training(True)
+    loader = t.loader(data(9))
+    loop = iter(loader)
+    with mock.patch("queue.SimpleQueue", Slow):
+        t.step(next(loop))
+    for _ in range(3):
+        t.step(next(loop))
+    if dist.get_rank() == 1:
+        run = loader._tables.runs[-1]
+        run._last = [None] * len(run._last)
+    words = "gradients of step 3 pending; rank 1: leaves its loop after batch 3, no gradients pending"
+    for use in (loop.close, t.model.state_dict):
+        with pytest.raises(RuntimeError, match=words):
+            use()
+    t.model.state_dict()
+    assert threads() == []
+
+
+def test_ranks_that_differ_at_the_end_all_say_so_and_their_threads_end():
+    run_ranks(_differing, 2)
