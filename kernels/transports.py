@@ -62,9 +62,9 @@ def _why_not(name: str, device_type: str) -> str:
 
 def surroundings() -> str:
     """What `auto` looks at, beside the group and the rows."""
-    if not torch.cuda.is_initialized():  # then no rows are on a GPU
+    if not (torch.cuda.is_initialized() and dist.is_initialized()):  # then no rows of ours are on a GPU
         return ""
-    return f"{_ranks_of_a_host()} ranks of a host, {joined_gpus()} joined GPUs"
+    return f"{dist.get_world_size()} ranks, {_ranks_of_a_host()} of a host, {joined_gpus()} joined GPUs"
 
 
 def _ranks_of_a_host() -> int:
@@ -122,7 +122,7 @@ def settle(*_: Any) -> None:
     Otherwise what is read could wait for a stream that a failure releases, and be garbage without an error. Takes
     whatever a hook is called with.
     """
-    for _, transport in list(_open.values()):
+    for _group, transport in list(_open.values()):
         transport.settle()
 
 

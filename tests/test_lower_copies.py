@@ -98,8 +98,9 @@ def test_joined_gpus(monkeypatch):
 def test_a_cached_graph_is_for_the_same_surroundings(monkeypatch):
     keys = {driver.Driver(config.Config()).uuid()}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for joined, local in ((1, "1"), (8, "1"), (8, "8")):
+    for world, joined, local in ((8, 1, "1"), (8, 8, "1"), (8, 8, "8"), (16, 8, "8")):
         monkeypatch.setattr(transports, "joined_gpus", lambda n=joined: n)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        keys.add(driver.Driver(config.Config()).uuid())
-    assert len(keys) == 4
+        with fake_world(0, world):
+            keys.add(driver.Driver(config.Config()).uuid())
+    assert len(keys) == 5
