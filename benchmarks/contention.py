@@ -7,7 +7,8 @@ full, and each operation is tried. Then HSTU attention (fused, hstu_triton.py), 
 a memory-bound kernel: alone, beside an emulation of a kernel-based collective (a kernel on a few blocks that copies
 device memory at the bytes per second of `staged`; it is no collective and has no network), beside plain copies of the
 same bytes (what no transport can go below), and beside `staged` at full rate, which here sends to itself: the same
-copies and signals over the same link, in both directions. Medians of interleaved runs. Needs CuPy for two kernels.
+copies and signals over the same link, in both directions. Attention is replayed from CUDA graphs, so that no launch is
+measured. Medians of interleaved runs. Needs CuPy for two kernels.
 
 TFLOP/s are those of the products that the definition needs, two forward and five backward, below the diagonal only.
 """

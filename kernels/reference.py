@@ -64,7 +64,7 @@ def sum_wide(x, order, ends):
     x, sizes = x.index_select(0, order), plan.sizes_of(ends)
     if order.shape[0] > RUN and int(sizes.max()) > RUN:
         runs = (sizes + RUN - 1) // RUN
-        segment = torch.arange(sizes.shape[0], device=x.device).repeat_interleave(runs)
+        segment = torch.repeat_interleave(runs)
         nth = torch.arange(segment.shape[0], device=x.device) - (runs.cumsum(0) - runs)[segment]
         x, sizes = _sum_segments(x, (sizes[segment] - nth * RUN).clamp(max=RUN)), runs
     return _sum_segments(x, sizes)

@@ -22,6 +22,7 @@ from freescale.kernels.reference import RUN
 SUM, SGD, ADAGRAD = 0, 1, 2
 LONG = 16  # entries above which a segment is a long one
 SCANNERS = 4096  # programs that look for long segments
+DEEP = 16  # entries of one that are on their way at once
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -265,8 +266,8 @@ def update_segments(
     _launch(grad, order, ends, None, rows, weight, momentum, lr, eps, mode, longest=longest)
 
 
-def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=None, programs=256, deep=16):
-    """On up to `programs` to a processor; of a long segment, `deep` entries at a time."""
+def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=None, programs=256):
+    """On up to `programs` to a processor."""
     n, dim = ends.shape[0], x.shape[1]
     if n == 0 or dim == 0:
         return
@@ -292,8 +293,8 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
     if most > RUN:
         windows = triton.cdiv(entries, RUN)
         sums = x.new_empty((2 * windows, dim), dtype=torch.float32)
-        _sum_runs[(windows,)](x, order, ends, sums, n, entries, dim, RUN, columns, deep, **options)
-    _long_segments[(min(SCANNERS, n),)](*args, sums, dim, mode, LONG, RUN, 256, columns, deep, **options)
+        _sum_runs[(windows,)](x, order, ends, sums, n, entries, dim, RUN, columns, DEEP, **options)
+    _long_segments[(min(SCANNERS, n),)](*args, sums, dim, mode, LONG, RUN, 256, columns, DEEP, **options)
 
 
 @functools.lru_cache

@@ -106,7 +106,7 @@ class Tables:
                 self._finish(top)
             except RuntimeError as error:
                 failure = error
-            top.stop_planning(top.behind, top.broken is None or top.met)
+            top.stop_planning(top.behind, top.broken is None or top.all_know)
             self.runs.pop()
             if failure is not None and (unsaid or top is not run):
                 self._unsaid = failure
@@ -128,8 +128,6 @@ class Tables:
             run.drop_arriving()
         elif lost := run.lost():
             raise RuntimeError(lost) from cause
-        elif run.met and cause is not None:
-            raise cause
 
     def _say(self) -> None:
         if self._unsaid is not None:
@@ -156,18 +154,17 @@ class Tables:
             if CLOSE in kinds:
                 run.closed = True
                 if not same:
-                    run.broken, run.met = _differ(said), True
+                    run.broken, run.all_know = _differ(said), True
             if torn := [rank for rank, s in enumerate(said) if s.torn >= 0]:
-                run.broken = _torn_on(torn, said[torn[0]].torn)
-                run.torn_somewhere = run.met = True
+                run.broken, run.all_know = _torn_on(torn, said[torn[0]].torn), True
                 raise RuntimeError(f"freescale: {run.broken}")
             if same and kinds & {FLUSH, CLOSE}:
                 run.apply()
             if not same or (len(kinds) > 1 and FLUSH not in kinds):
                 if kind == CLOSE and same:
-                    log.warning(_differ(said))
+                    log.warning("freescale: %s", _differ(said))
                     return said
-                raise RuntimeError(_differ(said))
+                raise RuntimeError(f"freescale: {_differ(said)}")
             if kind == FLUSH or FLUSH not in kinds:
                 return said
             # Another rank wanted the flush alone (state_dict on one rank); it is done, now this rank's own.
@@ -279,7 +276,7 @@ def _differ(said: list[Said]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, s in enumerate(said):
         groups.setdefault(words(s), []).append(rank)
-    return "freescale: the ranks are not at the same place: " + "; ".join(f"{_some(r)}: {w}" for w, r in groups.items())
+    return "the ranks are not at the same place: " + "; ".join(f"{_some(r)}: {w}" for w, r in groups.items())
 
 
 def _some(ranks: list[int]) -> str:
@@ -312,7 +309,7 @@ def _all_brought_it(said: list[Said]) -> None:
             "LookaheadLoader to the model once, in order; evaluate other batches under torch.no_grad()"
         )
     if len({s.number for s in said}) > 1:
-        raise RuntimeError(_differ(said))
+        raise RuntimeError(f"freescale: {_differ(said)}")
 
 
 # ---- the tables of a model --------------------------------------------------------------------------------------

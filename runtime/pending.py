@@ -47,8 +47,7 @@ class Run:
         self.current: Planned | None = None  # handed out last
         self.closed = False  # all ranks have agreed that it ends
         self.broken: str | None = None  # why the ranks can agree on nothing any more
-        self.torn_somewhere = False  # that is why
-        self.met = False  # the ranks have met and all know it
+        self.all_know = False  # the ranks have met, and every rank has heard it
         self.stop_planning: Callable[[int, bool], None] = lambda more, together: None
         self.behind = 0  # how many batches fewer than the furthest rank this one had taken when the ranks last met
         # Per exchange the last step that ran: its late gradients are pending until the next step has taken them.
@@ -182,7 +181,7 @@ class Run:
                 )
         if parts:
             return f"freescale: {'; '.join(parts)} ({self.broken})"
-        return f"freescale: {self.broken}" if self.torn_somewhere else ""
+        return f"freescale: {self.broken}" if self.all_know else ""
 
     def drop_arriving(self) -> None:
         """Rows that were fetched for a batch that will not come: nothing depends on them, but they must arrive."""
