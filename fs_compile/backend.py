@@ -87,6 +87,8 @@ def _prepare() -> config.Config:
         log.info("torch._dynamo: %s was %r, is %r", name, before, after)
     if "optimize_ddp" in changed:
         log.info("DDP: Dynamo no longer cuts the graph at DDP's buckets; DDP still averages the gradients")
+    if cfg.dynamic:
+        compat.specialize_sizes_of_one()
     compat.backport_empty_grids()
     compat.backport_fake_of_fake()
     torchrec_tables.teach()

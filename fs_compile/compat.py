@@ -113,7 +113,7 @@ def shape_settings(dynamic: bool) -> dict[str, Any]:
     if not dynamic:
         return {}
     return {
-        "backed_size_oblivious": True,  # sizes 0 and 1 do not make a graph of their own
+        "backed_size_oblivious": True,  # an empty batch does not make a graph of its own; see specialize_sizes_of_one
         "use_duck_shape": False,  # nor do two sizes that are equal by chance in the first batch
     }
 
@@ -132,6 +132,68 @@ def apply_dynamo_settings(dynamic: bool) -> dict[str, tuple[Any, Any]]:
             setattr(module, name, value)
             changed[name] = (before, value)
     return changed
+
+
+PLANNED = "freescale_plan"  # in the names by which Dynamo knows the tensors of a plan
+
+
+def specialize_sizes_of_one() -> None:
+    """A size of 1 in what the user passes makes a graph of its own, as it always does in torch.
+
+    `backed_size_oblivious` lets sizes 0 and 1 stay symbolic, and takes every comparison with them for false without a
+    guard. For 0 that is sound. For 1 it is not: what broadcasts, squeezes or is contiguous depends on it. So only the
+    sizes of our own plans, which nothing broadcasts, may be anything.
+
+    And a parameter's gradient has no symbolic size: Dynamo does not know its sources, so it cannot guard on them.
+    (A view into one of DDP's buckets gets some.)
+    """
+    from torch._dynamo.source import TensorProperty, TensorPropertySource
+    from torch.fx.experimental import _config as shapes
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    create = ShapeEnv.create_symbol
+    if getattr(create, "_freescale", False):
+        return
+
+    def create_symbol(
+        self: Any,
+        val: Any,
+        source: Any,
+        dynamic_dim: Any = DimDynamic.DUCK,
+        constraint_dim: Any = None,
+        positive: Any = True,
+        do_not_specialize_zero_one: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        planned = PLANNED in _source_name(source)
+        if dynamic_dim is DimDynamic.DYNAMIC and constraint_dim is None and _is_gradient(source) and not planned:
+            dynamic_dim = DimDynamic.STATIC
+        backed = type(val) is int and dynamic_dim is not DimDynamic.STATIC and shapes.backed_size_oblivious
+        is_size = isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE
+        theirs = backed and is_size and do_not_specialize_zero_one and not planned
+        if theirs and val == 1:
+            do_not_specialize_zero_one = False
+        made = create(
+            self, val, source, dynamic_dim, constraint_dim, positive, do_not_specialize_zero_one, **kwargs
+        )
+        if theirs and made in self.backed_var_to_val:
+            self.evaluate_expr(sympy.Ne(made, 1))
+        return made
+
+    create_symbol._freescale = True  # type: ignore[attr-defined]
+    ShapeEnv.create_symbol = create_symbol  # type: ignore[method-assign, assignment]
+
+
+def _source_name(source: Any) -> str:
+    return source.name() if callable(source.name) else source.name  # a method before 2.13
+
+
+def _is_gradient(source: Any) -> bool:
+    """A property of some tensor's `.grad`, or of what that is a view of."""
+    tensor = getattr(source, "base", None)
+    while getattr(tensor, "member", None) == "_base":
+        tensor = tensor.base  # type: ignore[union-attr]
+    return getattr(tensor, "member", None) == "grad"
 
 
 def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,20 +46,26 @@ class Exchange:
         self.sizes = [table_rows[t] for _, t in entries]
         owners = plan.owner_map(shards, table_rows, group.size())
         self.bounds, self.shifts, self.starts = (compat.mark_static(t) for t in owners)
+        self.follow_table()
+        # The plan of the batch that a LookaheadLoader handed out last, None without one. By this name compat knows the
+        # tensors in it, whose sizes are ours.
+        self.freescale_plan: StepPlan | None = None
+
+    def follow_table(self) -> None:
+        """The table has its type and its device, now or after `model.double()` and the like."""
+        weight = self.table.weight
         # The token that goes through the graph. It wants a gradient so that autograd calls the exchange's backward.
-        self.anchor = compat.mark_static(table.weight.new_empty(0, table.weight.shape[1]).requires_grad_())
-        # The plan of the batch that a LookaheadLoader handed out last, None without one.
-        self.plan: StepPlan | None = None
+        self.anchor = compat.mark_static(weight.new_empty(0, weight.shape[1]).requires_grad_())
 
     def lookup(self, ids: list[torch.Tensor], divide_by: int) -> tuple[torch.Tensor, ...]:
         """The rows of each entry's ids, in the order of `entries`. Gradients are divided by `divide_by`."""
-        if self.plan is None:
+        if self.freescale_plan is None:
             made = _ops.plan_now(
                 ids, self.firsts, self.sizes, self.bounds, self.shifts, self.starts, self.name, self.group_name
             )
             embedded = ExchangeRows.apply(self.anchor, *made, divide_by, self.name, self.group_name)
         else:
-            embedded = self._planned(self.plan, ids, divide_by)
+            embedded = self._planned(self.freescale_plan, ids, divide_by)
         return torch.split(embedded, [i.shape[0] for i in ids])
 
     def _planned(self, p: StepPlan, ids: list[torch.Tensor], divide_by: int) -> torch.Tensor:

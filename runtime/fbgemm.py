@@ -73,6 +73,8 @@ def why_not(emb: Any) -> str | None:
         return "their weight decay depends on when a row was seen last"
     if emb.optimizer_args.gradient_clipping:
         return "FBGEMM clips the gradients of single values (gradient_clipping)"
+    if _flat_weight(emb).dtype != torch.float32:  # FBGEMM was told another type than it holds
+        return f"their rows were turned into {_flat_weight(emb).dtype}"
     if emb.output_dtype != _FLOAT32:
         return "their output is not float32 (output_dtype)"
     dims = {spec[1] for spec in emb.embedding_specs}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -72,6 +74,12 @@ class ShardedEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self._exchange.lookup([ids], self._divide_by)[0]
+
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> ShardedEmbedding:
+        """`double()`, `to(device)` and the like."""
+        super()._apply(fn, recurse)
+        self._exchange.follow_table()
+        return self
 
     def settings(self) -> tuple[float, float]:
         return self.lr, self.eps

@@ -98,6 +98,12 @@ class Run:
         """The batch handed out last is about to go through the model, on every rank."""
         assert self.current is not None
         transports.check()
+        for x, p in zip(self.exchanges, self.current.plans, strict=True):
+            if (p.arrived.dtype, p.arrived.device) != (x.anchor.dtype, x.anchor.device):
+                raise RuntimeError(
+                    f"freescale: {x.name} was {p.arrived.dtype} on {p.arrived.device} when its LookaheadLoader's loop "
+                    f"began and is {x.anchor.dtype} on {x.anchor.device} now; change a model outside the loop"
+                )
         pairs = list(zip(self._last, self.current.plans, strict=True))
         # Where the step before this one did not run, nobody has fetched rows for this one.
         skipped = [self.current.number > 0 and (q is None or q.next is not p) for q, p in pairs]
@@ -111,7 +117,7 @@ class Run:
                     x.anchor.detach(), p.early_rows, *p.early_counts, p.early_slots.shape[0], EARLY,
                     x.name, x.group_name
                 )  # fmt: skip
-            x.plan = p
+            x.freescale_plan = p
         self._updates = [tables.updates[x.name] for x in self.exchanges]
 
     def end(self) -> None:
@@ -119,7 +125,7 @@ class Run:
         if self._updates is None or self.current is None:
             return
         for i, (x, p) in enumerate(zip(self.exchanges, self.current.plans, strict=True)):
-            q, x.plan, p.before = self._last[i], None, None
+            q, x.freescale_plan, p.before = self._last[i], None, None
             if p.used or tables.updates[x.name] != self._updates[i]:  # the gradients of the step before are applied
                 if q is not None and q.late_slot is not None:
                     _refuse_backward(q.late_slot, int(q.step))

@@ -246,8 +246,25 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @torch._dynamo.disable
-def _torchrec_forward(self: Any, features: Any) -> Any:
-    return _original_forward(self, features).wait()
+def _torchrec_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """TorchRec's own code, outside the graph."""
+    found = _original_forward(self, *args, **kwargs)
+    return found.wait() if hasattr(found, "wait") else found
+
+
+def _forward_of_others(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sharded modules that hold no EmbeddingCollection, in a model that is traced: Dynamo does not look inside."""
+    if not torch.compiler.is_compiling():
+        return _original_forward(self, *args, **kwargs)
+    self._freescale_leave()
+    return _torchrec_forward(self, *args, **kwargs)
+
+
+def _freescale_leave(self: Any) -> bool:
+    """Runs while Dynamo traces."""
+    names = ", ".join(repr(c.name) for c in getattr(self, "_embedding_bag_configs", ()))
+    _refuse(self, f"pooled tables {names} are not served" if names else f"{type(self).__name__} is not served")
+    return True
 
 
 def _division() -> bool:
@@ -260,6 +277,8 @@ def _split_by_key(features: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]
     """Values and lengths of each feature, for any number of samples, even 0 (which KJT.to_dict refuses)."""
     keys, values, lengths = features.keys(), features.values(), features.lengths()
     samples = lengths.shape[0] // len(keys)
+    if samples == 1:  # one sample makes a graph of its own (compat.specialize_sizes_of_one)
+        samples = 1
     lengths = lengths.view(len(keys), samples)
     counts = lengths.sum(1).tolist()
     for n in counts:
@@ -318,13 +337,16 @@ def teach() -> bool:
     global _original_forward
     try:
         from torchrec.distributed.embedding import ShardedEmbeddingCollection
+        from torchrec.distributed.types import ShardedModule
         from torchrec.optim.keyed import KeyedOptimizer
     except ImportError:
         return False
     if _original_forward is None:
         KeyedOptimizer.state_dict = _watched(KeyedOptimizer.state_dict, 0)
         KeyedOptimizer.load_state_dict = _watched(KeyedOptimizer.load_state_dict, 1)
-        _original_forward = ShardedEmbeddingCollection.forward
+        _original_forward = ShardedModule.forward
+        ShardedModule._freescale_leave = compat.assume_constant_result(_freescale_leave)
+        ShardedModule.forward = _forward_of_others
         ShardedEmbeddingCollection._freescale_prepare = compat.assume_constant_result(_freescale_prepare)
         ShardedEmbeddingCollection.forward = _forward
     return True

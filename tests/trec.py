@@ -71,6 +71,7 @@ def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = F
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.planner.types import ParameterConstraints
     from torchrec.distributed.types import ShardingEnv
@@ -81,9 +82,8 @@ def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = F
         "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         "ema": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
     }
-    sharder = EmbeddingCollectionSharder(
-        fused_params={"optimizer": types[optimizer], "learning_rate": 0.1, "eps": 1e-8, **fused}
-    )
+    fused_params = {"optimizer": types[optimizer], "learning_rate": 0.1, "eps": 1e-8, **fused}
+    sharders = [EmbeddingCollectionSharder(fused_params), EmbeddingBagCollectionSharder(fused_params)]
     constraints = {
         name: ParameterConstraints(
             sharding_types=[kind],
@@ -95,12 +95,12 @@ def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = F
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"), constraints=constraints
     )
-    plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     return DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         plan=plan,
-        sharders=[sharder],
+        sharders=sharders,
         device=torch.device("cpu"),
         init_data_parallel=ddp,
     )

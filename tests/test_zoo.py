@@ -1,0 +1,140 @@
+"""What people do with a model, with models of other people's shapes: the same numbers as eager TorchRec throughout.
+
+Train, evaluate, train, save, start again from the checkpoint, last batches of one sample and of none.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import trec
+import zoo
+from ranks import HAS_TORCHREC, run_ranks
+
+pytestmark = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+
+FULL = 4
+# (what happens, samples per rank). Rank 1 has none in one step, which eager TorchRec can only take as empty samples.
+LIFE = (
+    ("train", (FULL, FULL)),
+    ("train", (FULL, FULL)),
+    ("evaluate", (FULL, FULL)),
+    ("train", (1, 1)),
+    ("evaluate", (1, 1)),
+    ("save and start again", ()),
+    ("train", (FULL, FULL)),
+    ("train", (FULL, 0)),
+    ("train", (1, 1)),
+    ("evaluate", (FULL, 0)),
+    ("train", (FULL, FULL)),
+)
+# Pooled tables stay TorchRec's own, which wants as many samples on every rank; nn.MultiheadAttention wants at least one.
+EQUAL_COUNTS = {"DLRM", "BERT4Rec"}
+
+
+class Owner:
+    """A sharded model, what the loop calls, and the optimizer of its dense part."""
+
+    def __init__(self, name: str, options: dict[str, Any] | None, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = trec.shard(zoo.MODELS[name](), zoo.LAYOUT, "rowwise_adagrad", ddp=True)
+        self.call, self.options = self.model, options
+        if options is not None:
+            torch._dynamo.reset()
+            self.call = torch.compile(self.model, backend="freescale", options=options)
+        dense = [p for p in self.model.parameters() if not hasattr(p, "_in_backward_optimizers")]
+        self.dense = torch.optim.Adam(dense, lr=0.01)
+
+    def save(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "tables": self.model.fused_optimizer.state_dict(),
+            "dense": self.dense.state_dict(),
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.model.load_state_dict(saved["model"])
+        self.model.fused_optimizer.load_state_dict(saved["tables"])
+        self.dense.load_state_dict(saved["dense"])
+
+    def train(self, batch: Any) -> float:
+        self.model.train()
+        self.dense.zero_grad()
+        loss = self.call(batch)
+        loss.backward()
+        self.dense.step()
+        return float(loss.detach())
+
+    def evaluate(self, batch: Any) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            return float(self.call(batch))
+
+
+def _batches(name: str, eager: bool) -> list[Any]:
+    rank, found = dist.get_rank(), []
+    for step, (_, samples) in enumerate(LIFE):
+        if samples:
+            padded = max(samples) if eager or name in EQUAL_COUNTS else 0
+            found.append(zoo.batch(step, rank, samples[rank], padded))
+    return found
+
+
+def _live(name: str, options: dict[str, Any] | None, ahead: bool) -> tuple[list[float], Any]:
+    """The losses, and the state at the end."""
+    import freescale
+
+    owner, numbers = Owner(name, options), []
+    batches = _batches(name, options is None)
+
+    def part(events: Any, batches: list[Any]) -> None:
+        """One loop: its batches are trained on or evaluated as they come."""
+        loader = freescale.LookaheadLoader(batches, owner.call) if ahead else batches
+        for (what, _), b in zip(events, loader, strict=True):
+            torch.manual_seed(len(numbers))  # of dropout
+            numbers.append(owner.train(b) if what == "train" else owner.evaluate(b))
+
+    at = [what for what, _ in LIFE].index("save and start again")
+    part(LIFE[:at], batches[:at])
+    saved = owner.save()
+    owner = Owner(name, options, seed=1)
+    owner.load(saved)
+    part(LIFE[at + 1 :], batches[at:])
+    return numbers, trec.snapshot(owner.model)
+
+
+def _lives(names: list[str], codegen: str, ahead: bool) -> dict[str, str | float]:
+    """Largest difference to eager TorchRec of each model, relative to the largest number; or what went wrong."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    import torch._inductor.config
+
+    torch._inductor.config.fallback_random = True  # dropout as eager torch draws it
+    found: dict[str, str | float] = {}
+    for name in names:
+        expected, end = _live(name, None, False)
+        assert expected[0] != expected[1] and all(x == x for x in expected), (name, expected)
+        numbers, state = _live(name, {"codegen": codegen}, ahead)
+        scale = max(map(abs, expected))
+        worst = max(abs(a - b) for a, b in zip(numbers, expected, strict=True)) / scale
+        for key in end:
+            if end[key].numel():
+                worst = max(worst, float((state[key] - end[key]).abs().max() / end[key].abs().max()))
+        found[name] = worst
+    return found
+
+
+NAMES = sorted(zoo.MODELS)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("codegen, ahead", (("eager", False), ("eager", True)))
+def test_zoo(codegen, ahead):
+    for found in run_ranks(_lives, 2, NAMES, codegen, ahead, timeout=850):
+        wrong = {name: worst for name, worst in found.items() if not worst <= 1e-6}
+        assert not wrong, found
