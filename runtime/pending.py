@@ -69,9 +69,10 @@ class Run:
         wanted = [f for x in self.exchanges for f in x.features]
         self._handed.appendleft((item.number, [weakref.ref(t) for t in batches.holders(batch, wanted)]))
         for p in item.plans:
-            steps.place(p)
+            steps.place_rows(p)
+            steps.place_gradients(p)
             assert p.next is not None
-            steps.place(p.next)
+            steps.place_rows(p.next)
 
     def what_came(self, args: Any) -> int:
         """Which batch the arguments of the model are made of."""
