@@ -59,6 +59,20 @@ def gather_ints(mine: Sequence[int], group: dist.ProcessGroup, timeout: float | 
     return [h.tolist() for h in heard]
 
 
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections of a gloo group: what its peers wait for fails at once, there and here.
+
+    Gloo cannot abort a group; it closes one in which a receive has timed out. So: one that nobody sends. Never raises.
+    """
+    if group.size() > 1:
+        with contextlib.suppress(Exception):
+            nobody = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NEVER_SENT)
+            nobody.wait(timedelta(milliseconds=1))
+
+
+_NEVER_SENT = 2**31 - 1  # a tag
+
+
 def is_gloo(group: dist.ProcessGroup) -> bool:
     """Does gloo carry the group's CPU tensors?"""
     if "cpu" not in devices_of_group(group):
@@ -381,6 +395,7 @@ def self_test() -> None:
     assert hasattr(dist.distributed_c10d, "_get_default_store")
     assert hasattr(dist.ProcessGroup, "_device_types")
     assert hasattr(torch._C._distributed_c10d.AllgatherOptions(), "timeout")
+    assert hasattr(dist.ProcessGroup, "recv")
     assert hasattr(dist.ProcessGroup, "_get_backend") and dist.default_pg_timeout > timedelta(0)
     assert isinstance(profiling(), bool)
     import torch.distributed._symmetric_memory as symmetric
