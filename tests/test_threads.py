@@ -205,6 +205,30 @@ def test_planning_that_fails_on_one_rank_is_the_same_error_on_all():
         assert told == dict.fromkeys(FAILURES, "good")
 
 
+def _planning_is_stuck() -> bool:
+    """The user's loader may take longer than the group's time-out, what comes after it may not."""
+
+    def slow() -> Any:
+        for i, batch in enumerate(data(5)):
+            time.sleep(2.5 if i == 3 else 0.0)
+            yield batch
+
+    t = Training(True)
+    for batch in t.loader(slow()):
+        t.step(batch)
+    assert len(t.losses) == 5
+    let_go = threading.Event()
+    with mock.patch.object(asking, "answer", lambda *args: let_go.wait()):
+        with pytest.raises(RuntimeError, match="^freescale: rank 0: batch 1 is not planned after .* time-out is 1 s$"):
+            next(iter(t.loader(data(5))))
+        let_go.set()
+    return True
+
+
+def test_planning_that_is_stuck_ends_with_the_time_out():
+    assert run_ranks(_planning_is_stuck, 1, group_timeout=1, env={"FREESCALE_TIMEOUT": "1"}) == [True]
+
+
 # ---- the device of a loader's thread -----------------------------------------------------------------------------
 
 
