@@ -48,15 +48,26 @@ def devices_of_group(group: dist.ProcessGroup) -> tuple[str, ...]:
     return tuple(d.type for d in group._device_types)
 
 
-def gather_ints(mine: Sequence[int], group: dist.ProcessGroup, timeout: float | None = None) -> list[list[int]]:
-    """What every rank says, in rank order. Unlike dist.all_gather it can give up, after `timeout` seconds."""
+def gather_ints(mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """What every rank says, in rank order."""
     said = torch.tensor(mine)
     heard = [torch.empty_like(said) for _ in range(group.size())]
-    options = torch._C._distributed_c10d.AllgatherOptions()
-    if timeout is not None:
-        options.timeout = timedelta(seconds=timeout)
-    group.allgather([heard], [said], options).wait()
+    group.allgather([heard], [said]).wait()
     return [h.tolist() for h in heard]
+
+
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections of a gloo group: what its peers wait for fails at once, there and here.
+
+    Gloo cannot abort a group; it closes one in which a receive has timed out. So: one that nobody sends. Never raises.
+    """
+    if group.size() > 1:
+        with contextlib.suppress(Exception):
+            nobody = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NEVER_SENT)
+            nobody.wait(timedelta(milliseconds=1))
+
+
+_NEVER_SENT = 2**31 - 1  # a tag
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
@@ -442,7 +453,7 @@ def self_test() -> None:
     assert hasattr(dist.distributed_c10d, "_resolve_process_group")
     assert hasattr(dist.distributed_c10d, "_get_default_store")
     assert hasattr(dist.ProcessGroup, "_device_types")
-    assert hasattr(torch._C._distributed_c10d.AllgatherOptions(), "timeout")
+    assert hasattr(dist.ProcessGroup, "allgather") and hasattr(dist.ProcessGroup, "recv")
     assert hasattr(dist.ProcessGroup, "_get_backend") and dist.default_pg_timeout > timedelta(0)
     assert isinstance(profiling(), bool)
     import torch.distributed._symmetric_memory as symmetric

@@ -12,6 +12,10 @@ from freescale import compat
 from freescale.kernels import plan, tables
 
 
+class OutsideTable(IndexError):
+    """An id that its table does not have; raised on every rank at the same place."""
+
+
 def ask(
     ids: Sequence[torch.Tensor],
     firsts: Sequence[int],
@@ -86,7 +90,7 @@ def exchange_counts(
     if complaints.shape[0]:
         rank = int(complaints[0])
         where = tables.find(table).describe(int(heard[rank, 1]))
-        raise IndexError(f"freescale: rank {rank}: id {int(heard[rank, 2])} is outside {where}")
+        raise OutsideTable(f"freescale: rank {rank}: id {int(heard[rank, 2])} is outside {where}")
     return heard[:, 0].contiguous()
 
 

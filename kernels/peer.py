@@ -13,7 +13,6 @@ engines do it; that has not been measured.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -126,9 +125,7 @@ class Peer(Transport):
 
     def _grow(self, slab: int) -> None:
         """All ranks are at the same launch. This one does wait on the host; it happens a few times in a run."""
-        while self._unfinished():
-            self.check()
-            time.sleep(1e-4)
+        self.settle()
         dist.barrier(self._group)
         self._open_window(slab)
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from freescale import compat
 from freescale.kernels import rings
 from freescale.kernels.rings import LEVELS, WORD_STRIDE, Fragment, Lane, Step
 from freescale.kernels.segment import cpu_group
@@ -46,7 +47,7 @@ class Courier(threading.Thread):
         told: np.ndarray,
         group: dist.ProcessGroup,
         stop: threading.Event,
-        failed: Callable[[int, str], None],
+        failed: Callable[[int | None, str], None],
     ) -> None:
         super().__init__(name=f"freescale-{'send' if sends else 'receive'}", daemon=True)
         self.sends, self.slots, self.awaited, self.told = sends, slots, awaited, told
@@ -65,6 +66,12 @@ class Courier(threading.Thread):
         return self.through < self.given and not self.broken
 
     def run(self) -> None:
+        try:
+            self._carry()
+        except BaseException as error:  # noqa: BLE001  (without this thread, streams would wait for ever)
+            self._give_up(None, error)
+
+    def _carry(self) -> None:
         number = 0
         posted: Posted | None = None
         while not self.stopped.is_set():
@@ -118,11 +125,18 @@ class Courier(threading.Thread):
         self.told[number % SLOTS] = number // SLOTS + 1
         self.through = number + 1
 
-    def _give_up(self, peer: int, error: RuntimeError) -> None:
+    def _give_up(self, peer: int | None, error: BaseException) -> None:
+        """For want of a peer, or (None) of something that only this rank has to do with."""
         self.broken = True
-        if not self.stopped.is_set():
-            self.failed(peer, str(error).splitlines()[0])
-        self.stopped.set()
+        if self.stopped.is_set():
+            return
+        text = next(iter(str(error).splitlines()), "")
+        try:
+            self.failed(peer, text if peer is not None else f"{type(error).__name__}: {text}")
+        finally:
+            self.stopped.set()
+            if peer is None:
+                compat.hang_up(self.group)  # the peers' couriers give up too
 
 
 class Relay(Transport):
@@ -190,9 +204,13 @@ class Relay(Transport):
         awaited, told = self._view(self._words(ring, level, sends)), self._view(self._words(ring, level, not sends))
         this = weakref.ref(self)
 
-        def failed(peer: int, text: str) -> None:
+        def failed(peer: int | None, text: str) -> None:
             transport = this()
-            if transport is not None:
+            if transport is None:
+                return
+            if peer is None:
+                transport.fail(f"rank {transport._me()} cannot go on: {text}", {transport.rank})
+            else:
                 transport.fail(f"rank {transport._me()} cannot go on: {transport._names([peer])} gone ({text})", {peer})
 
         return Courier(sends, slots, awaited, told, self._groups[level], self._halt, failed)

@@ -210,8 +210,16 @@ class Transport:
             raise RuntimeError(self.error)
 
     def settle(self) -> None:
-        """Wait until nothing is in flight; raise if a transfer has failed."""
-        while self.error is None and self._unfinished():
+        """Wait until nothing is in flight, as long as the group would; raise if a transfer has failed."""
+        end = time.monotonic() + self.timeout
+        while self.error is None and (oldest := self._unfinished()) is not None:
+            if time.monotonic() > end:
+                self.look()  # is it for want of a peer?
+                self.check()
+                raise RuntimeError(
+                    f"freescale: {self.name}: rank {self._me()} has waited {self.timeout:g} s for its own device to "
+                    f"finish message {oldest.number} of priority {oldest.priority}"
+                )
             time.sleep(1e-3)
         self.check()
 
@@ -225,12 +233,12 @@ class Transport:
 
     def look(self) -> None:
         """One look of the watching thread."""
-        if not self._unfinished():
+        oldest = self._unfinished()
+        if oldest is None:
             return
         if self.error is not None:
             self._release()
             return
-        oldest = self.in_flight[0]
         gone = self.presence.gone() if self.presence is not None else {}
         age = time.monotonic() - oldest.since
         if not gone and age < self.timeout:
@@ -244,15 +252,15 @@ class Transport:
             late = self.presence.behind(oldest.number + 1) & lacking if self.presence is not None else set()
             self.fail(f"{what}: {self._names(late or lacking)} silent for {age:.1f} s", late or lacking)
 
-    def _unfinished(self) -> bool:
-        """Whether anything is in flight; forgets what has finished, of any priority, and the memory that it held.
+    def _unfinished(self) -> Message | None:
+        """The oldest message in flight; forgets what has finished, of any priority, and the memory that it held.
 
         (Not record_stream: the allocator would go on using the streams after they are given back.)
         """
         done = self.driver.done
         with self._listing:
             self.in_flight = [m for m in self.in_flight if not all(done(event) for event in m.events)]
-            return bool(self.in_flight)
+            return self.in_flight[0] if self.in_flight else None
 
     def _names(self, peers: Iterable[int]) -> str:
         names = [f"rank {self.ranks[p]}" for p in sorted(peers)]
@@ -282,10 +290,17 @@ def _watch(transport_ref: weakref.ref[Transport], stop: threading.Event) -> None
         transport = transport_ref()
         if transport is None:
             return
-        if not entered:
-            transport.driver.enter_thread()
-            entered = True
-        transport.look()
+        try:
+            if not entered:
+                transport.driver.enter_thread()
+                entered = True
+            transport.look()
+        except Exception as error:  # noqa: BLE001  (without this thread, what waits would wait for ever)
+            with contextlib.suppress(Exception):  # the error is kept before anything else
+                transport.fail(
+                    f"rank {transport._me()} cannot watch its messages: {type(error).__name__}: {error}",
+                    {transport.rank},
+                )
         del transport
 
 

@@ -164,7 +164,7 @@ class LookaheadLoader:
         """
         group = _home_groups.get(self._tables)
         if group is None:
-            group = _home_groups[self._tables] = dist.new_group(backend="gloo")
+            group = _home_groups[self._tables] = self._tables.cpu_group()
         return send_home(outputs, self._last_moved().origin, group)
 
     def _last_moved(self) -> Moved:
@@ -189,6 +189,7 @@ class LookaheadLoader:
             balancer = self._balancer(group)
             planner = Planner(self.loader, self.exchanges, group, self.strict, balancer)
             run.stop_planning = planner.stop
+            run.planning_failed, run.why_planning_failed = lambda: planner.failed, planner.why_failed
             while (item := planner.take()) is not None:
                 self._tables.must_be_on_top(run)
                 yield self._hand_out(run, item, balancer)

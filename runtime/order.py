@@ -41,6 +41,7 @@ class Said(NamedTuple):
     pending: int  # the step whose gradients are pending, -1 if none are
     torn: int  # the step whose backward pass has lost gradients, -1 if none has
     came: int  # what reached the model
+    unplanned: int  # has planning failed on this rank, and its group with it?
 
 
 class Tables:
@@ -50,21 +51,28 @@ class Tables:
         self.runs: list[Run] = []
         self.loops = 0
         # Groups of their own: nothing here comes between the collectives of the training. The first is for meetings;
-        # the others are for the planning threads of loops inside each other.
-        self._meeting: dist.ProcessGroup = dist.new_group(backend="gloo")
-        self._planning: list[dist.ProcessGroup] = [dist.new_group(backend="gloo")]
+        # the others are for the planning threads of loops inside each other. A rank may be as slow as in training.
+        self.timeout = compat.timeout_of(compat.group_by_name(exchanges[0].group_name))
+        self._meeting = self.cpu_group()
+        self._planning: list[dist.ProcessGroup | None] = [self.cpu_group()]
         # Early rows and late gradients: a group of the same kind as the training's, so that urgent ones overtake them.
-        training = compat.group_by_name(exchanges[0].group_name)
-        self._background = dist.new_group(timeout=compat.timeout_of(training))
+        self._background = dist.new_group(timeout=self.timeout)
         device = exchanges[0].anchor.device
         speed = links.measure(self._background, device, config.load().link_gbps)
         log.info("the link carries %.3g Gbit/s per rank", speed * 8 / 1e9)
         self._hooks: dict[torch.nn.Module, list[Any]] = {}
         self._inside = False  # a call of the compiled model
         self._unsaid: RuntimeError | None = None  # what Python did not raise where it happened
+        self._apart: str | None = None  # why the ranks cannot meet any more
 
     def __deepcopy__(self, memo: Any) -> Tables:
         return self  # a copy of the model in the middle of a loop brings its hooks along
+
+    def cpu_group(self) -> dist.ProcessGroup:
+        """A new one of all ranks, that waits for a slow one as long as the training does. Collective."""
+        made = dist.new_group(backend="gloo", timeout=self.timeout)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
 
     def carry_behind(self, exchange: Exchange) -> None:
         """What nobody waits for travels on the background group."""
@@ -75,6 +83,8 @@ class Tables:
 
     def enter(self, model: torch.nn.Module, exchanges: list[Exchange]) -> Run:
         self._say()
+        if self._apart is not None:
+            raise RuntimeError(f"freescale: {self._apart}")
         if self.runs:
             self.flush()
         self.loops += 1
@@ -86,10 +96,12 @@ class Tables:
 
     def planning_group(self) -> dist.ProcessGroup:
         """For the loop on top: a thread of its own needs a group of its own."""
-        depth = len(self.runs)
-        while len(self._planning) < depth:
-            self._planning.append(dist.new_group(backend="gloo"))
-        return self._planning[depth - 1]
+        at = len(self.runs) - 1
+        self._planning += [None] * (at + 1 - len(self._planning))
+        group = self._planning[at]
+        if group is None:
+            group = self._planning[at] = self.cpu_group()
+        return group
 
     def must_be_on_top(self, run: Run) -> None:
         if not self.runs or self.runs[-1] is not run:
@@ -128,6 +140,8 @@ class Tables:
             run.drop_arriving()
         elif lost := run.lost():
             raise RuntimeError(lost) from cause
+        elif self._apart is not None:
+            log.warning("freescale: a loop has ended and no gradients are lost, but it was the last: %s", self._apart)
 
     def _say(self) -> None:
         if self._unsaid is not None:
@@ -155,6 +169,8 @@ class Tables:
                 run.closed = True
                 if not same:
                     run.broken, run.all_know = _differ(said), True
+            if any(s.unplanned for s in said):
+                self._planning[len(self.runs) - 1] = None  # all ranks know: the next loop makes a new one
             if torn := [rank for rank, s in enumerate(said) if s.torn >= 0]:
                 run.broken, run.all_know = _torn_on(torn, said[torn[0]].torn), True
                 raise RuntimeError(f"freescale: {run.broken}")
@@ -164,6 +180,8 @@ class Tables:
                 if kind == CLOSE and same:
                     log.warning("freescale: %s", _differ(said))
                     return said
+                if same and any(s.unplanned for s in said):
+                    raise RuntimeError(f"freescale: {run.why_planning_failed()}")
                 raise RuntimeError(f"freescale: {_differ(said)}")
             if kind == FLUSH or FLUSH not in kinds:
                 return said
@@ -171,8 +189,7 @@ class Tables:
 
     def _hear(self, run: Run, kind: int, came: int) -> list[Said]:
         used = run.current is not None and run.current.used
-        mine = Said(kind, run.loop, run.number, used, run.pending, run.torn, came)
-        timeout = config.load().timeout if kind in (FLUSH, CLOSE) else None
+        mine = Said(kind, run.loop, run.number, used, run.pending, run.torn, came, run.planning_failed())
         if run.closed:
             raise RuntimeError("freescale: this LookaheadLoader's loop has ended: the ranks were not at the same place")
         if run.broken is None and not dist.is_initialized():
@@ -181,10 +198,11 @@ class Tables:
             raise RuntimeError(f"freescale: {run.broken}")
         try:
             with launches.blocked("meeting of the ranks"):
-                return [Said(*s) for s in compat.gather_ints(mine, self._meeting, timeout)]
+                return [Said(*s) for s in compat.gather_ints(mine, self._meeting)]
         except Exception as error:
-            within = "" if timeout is None else f" within {timeout:g} s (FREESCALE_TIMEOUT)"
-            run.broken = f"the other ranks did not come to the same place{within}: {error}"
+            limit = self.timeout.total_seconds()
+            run.broken = f"the other ranks did not come to the same place within {limit:g} s, or are gone: {error}"
+            self._apart = run.broken
             raise RuntimeError(f"freescale: {run.broken}") from error
 
     # -- hooks ---------------------------------------------------------------------------------------------------

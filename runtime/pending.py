@@ -49,6 +49,8 @@ class Run:
         self.broken: str | None = None  # why the ranks can agree on nothing any more
         self.all_know = False  # the ranks have met, and every rank has heard it
         self.stop_planning: Callable[[int, bool], None] = lambda more, together: None
+        self.planning_failed: Callable[[], bool] = lambda: False  # on this rank, and its group with it
+        self.why_planning_failed: Callable[[], str] = lambda: ""
         self.behind = 0  # how many batches fewer than the furthest rank this one had taken when the ranks last met
         # Per exchange the last step that ran: its late gradients are pending until the next step has taken them.
         self._last: list[steps.StepPlan | None] = [None] * len(exchanges)
@@ -69,9 +71,10 @@ class Run:
         wanted = [f for x in self.exchanges for f in x.features]
         self._handed.appendleft((item.number, [weakref.ref(t) for t in batches.holders(batch, wanted)]))
         for p in item.plans:
-            steps.place(p)
+            steps.place_rows(p)
+            steps.place_gradients(p)
             assert p.next is not None
-            steps.place(p.next)
+            steps.place_rows(p.next)
 
     def what_came(self, args: Any) -> int:
         """Which batch the arguments of the model are made of."""

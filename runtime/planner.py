@@ -1,17 +1,24 @@
 """The background thread of a loop over a LookaheadLoader: load, balance and plan one batch after the other.
 
 It has a gloo group of its own and never touches the training group; the device only to read a batch that is there, on
-the default stream, since nobody says on which other one the batch was made. Whatever goes wrong on one rank, all
-ranks hear of it before they do anything together, and each raises in its user's loop. What is done with the plans is in
-pending.py, how a batch is balanced in balancing.py.
+the default stream, since nobody says on which other one the batch was made.
+
+Whatever goes wrong on one rank while it loads a batch, all ranks hear of it before they do anything together, and each
+raises in its user's loop. What goes wrong later, between the collectives of planning, a rank posts in the store before
+it closes its connections: the others' collectives fail at once, and they find its words there. A group that ended so
+serves no further loop (order.py).
+
+What is done with the plans is in pending.py, how a batch is balanced in balancing.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import queue
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,11 +31,15 @@ from freescale.runtime import batches, steps
 from freescale.runtime.balancing import Balancer
 from freescale.runtime.exchange import Exchange
 from freescale.runtime.pending import Planned
+from freescale.runtime.problem import BalanceError
 
 log = logging.getLogger(__name__)
 
 _GOES_ON, _ENDED, _FAILED = range(3)
 _NOT_BALANCED = [-1, 0]  # in place of what a Balancer says
+_LOOK_EVERY = 60.0  # seconds that the user's thread waits for a batch before it looks after the background thread
+_STORE_ANSWERS = 5.0  # seconds; a rank that keeps the store may be the one that is gone
+_running: dict[str, threading.Thread] = {}  # by group: the thread that plans over it
 
 
 class Planner:
@@ -44,24 +55,56 @@ class Planner:
     ) -> None:
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
         self.balancer = balancer
+        self.failed = False  # between collectives: the group cannot be used any more
+        self.limit = compat.timeout_of(group).total_seconds()
         self._abandoned = False
+        self._number = 0  # of the batch that is being loaded or planned
+        self._since: float | None = None  # the thread is busy with something that ends within the time-out
+        # A loader that is slow to end may still be at work for a loop before this one.
+        self._earlier = _running.get(group.group_name)
+        # What the user's loader puts on "the" GPU goes where the user's thread would put it.
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # load one more batch, or stop
         self._ready: queue.SimpleQueue[Planned | BaseException | None] = queue.SimpleQueue()
         # A batch is ready when the one after it is known: two for the first, one more for each that is taken.
         self._orders.put(True)
         self._orders.put(True)
         self._thread = threading.Thread(target=self._plan_all, name="freescale-lookahead", daemon=True)
+        _running[group.group_name] = self._thread
         self._thread.start()
 
     # -- the user's thread ---------------------------------------------------------------------------------------
 
     def take(self) -> Planned | None:
-        """The next batch; None at the end. Raises what went wrong while it was loaded, on any rank."""
-        item = self._ready.get()
+        """The next batch; None at the end. Raises what went wrong while it was loaded, on any rank.
+
+        Waits for the user's loader as long as it takes, for anything else no longer than the group's time-out allows.
+        """
+        while True:
+            try:
+                item = self._ready.get(timeout=min(self.limit, _LOOK_EVERY))
+                break
+            except queue.Empty:
+                self._look_after()
         if isinstance(item, BaseException):
             raise item
         self._orders.put(True)
         return item
+
+    def _look_after(self) -> None:
+        since = self._since
+        if not self._thread.is_alive() and self._ready.empty():
+            raise RuntimeError(f"freescale: the thread that plans batch {self._number} has ended without a word")
+        # One limit for an operation that gives up by itself, one more for what it has to do besides.
+        if since is not None and time.monotonic() - since > 2 * self.limit:
+            raise RuntimeError(
+                f"freescale: rank {dist.get_rank()}: batch {self._number} is not planned after "
+                f"{time.monotonic() - since:.0f} s; the process group's time-out is {self.limit:g} s"
+            )
+
+    def why_failed(self) -> str:
+        """Why a rank could not go on planning, in its words."""
+        return _said_first(self.group, "a rank failed while it planned")
 
     def stop(self, more: int, together: bool) -> None:
         """End the thread. `more`: batches that other ranks have taken beyond this one's."""
@@ -78,18 +121,44 @@ class Planner:
 
     def _plan_all(self) -> None:
         try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            if self._earlier is not None:
+                self._earlier.join(self.limit)
             self._plan_each()
         except BaseException as error:  # noqa: BLE001  (it is raised again in the user's loop)
-            self._ready.put(error)
+            self._ready.put(self._give_up(error))
+        finally:
+            if _running.get(self.group.group_name) is threading.current_thread():
+                del _running[self.group.group_name]
+
+    def _give_up(self, error: BaseException) -> BaseException:
+        """What to raise in the user's loop. The other ranks are not to wait for this one, and are to know why."""
+        me = dist.get_rank() if dist.is_initialized() else self.group.rank()
+        if isinstance(error, RuntimeError):  # a collective, in all likelihood
+            words = (
+                f"rank {me} could not plan batch {self._number} with the other ranks: one failed, left or was too slow "
+                f"for the process group's time-out of {self.limit:g} s: {error}"
+            )
+        else:
+            words = f"rank {me} failed while it planned batch {self._number}: {type(error).__name__}: {error}"
+        self.failed = True
+        first = _said_first(self.group, words)
+        compat.hang_up(self.group)
+        if first == words and not isinstance(error, RuntimeError):
+            return error
+        failure = RuntimeError(f"freescale: {first}")
+        failure.__cause__ = error
+        return failure
 
     def _plan_each(self) -> None:
         source: Iterator[Any] | None = None
         before: Planned | None = None
         asked_before: list[plan.Requests] = []
         shape: str | None = None
-        number = 0
         while self._orders.get() and not self._abandoned:
             batch, ids, says, status, error, state = None, [], _NOT_BALANCED, _GOES_ON, None, None
+            number = self._number
             try:
                 source = iter(self.loader) if source is None else source
                 batch = next(source)
@@ -110,7 +179,7 @@ class Planner:
             if goes_on:
                 try:
                     asked = [self._ask(x, i) for x, i in zip(self.exchanges, ids, strict=True)]
-                except IndexError as e:  # an id outside its table, on every rank alike
+                except asking.OutsideTable as e:  # on every rank alike
                     goes_on, failure = False, e
             if not goes_on:
                 self._put_last(before, asked_before)
@@ -120,7 +189,7 @@ class Planner:
             after.loader_state = state
             if before is not None:
                 self._ready.put(before)
-            before, asked_before, number = after, asked, number + 1
+            before, asked_before, self._number, self._since = after, asked, number + 1, None
 
     def _move(
         self, balancer: Balancer, number: int, heard: list[list[int]]
@@ -129,9 +198,13 @@ class Planner:
         batch, ids, status, error = None, [], _GOES_ON, None
         try:
             batch = balancer.move(heard)
-            ids = self._ids(batch)
-        except BaseException as e:  # noqa: BLE001  (the other ranks must hear of it)
+        except BalanceError as e:  # on every rank alike; anything else may have come between its collectives
             status, error = _FAILED, e
+        else:
+            try:
+                ids = self._ids(batch)
+            except BaseException as e:  # noqa: BLE001  (the other ranks must hear of it)
+                status, error = _FAILED, e
         goes_on, failure, _ = self._hear(status, error, number, _NOT_BALANCED)
         return goes_on, failure, batch, ids
 
@@ -141,6 +214,7 @@ class Planner:
         return [[found[f] for f in x.features] for x in self.exchanges]
 
     def _ask(self, exchange: Exchange, ids: list[torch.Tensor]) -> plan.Requests:
+        self._since = time.monotonic()
         owners = plan.OwnerMap(exchange.bounds, exchange.shifts, exchange.starts)
         return asking.ask(ids, exchange.firsts, exchange.sizes, owners, exchange.name, self.group)
 
@@ -162,6 +236,7 @@ class Planner:
                 rows = plan.split(asked[i], *_all(asked[i]))
                 plans.append(steps.make(number, flat, asked[i], rows, like))
             else:
+                self._since = time.monotonic()
                 gradients, rows = asking.answer(asked_before[i], asked[i], self.group)
                 plans.append(steps.make(number, flat, asked[i], rows, like))
                 steps.finish(before.plans[i], asked_before[i], gradients)
@@ -181,7 +256,9 @@ class Planner:
         self, status: int, error: BaseException | None, number: int, says: list[int]
     ) -> tuple[bool, BaseException | None, list[list[int]]]:
         """Does every rank go on? If not: what to raise in the user's loop, None for a clean end. And what each says."""
+        self._since = time.monotonic()
         heard = compat.gather_ints([status, *says], self.group)
+        self._since = time.monotonic()
         said, rest = [s for s, *_ in heard], [r for _, *r in heard]
         if set(said) == {_GOES_ON}:
             if len({r[0] == _NOT_BALANCED[0] for r in rest}) > 1:
@@ -209,6 +286,21 @@ class Planner:
         if error is not None:
             return error
         return RuntimeError(f"freescale: rank {rank} failed while it loaded batch {number}: {words[rank]}")
+
+
+def _said_first(group: dist.ProcessGroup, words: str) -> str:
+    """Why planning over the group has ended: `words`, unless a rank has said something before."""
+    heard: list[str] = []
+    key = f"freescale/planning/{group.group_name}"
+
+    def say() -> None:
+        with contextlib.suppress(Exception):
+            heard.append(compat.default_store().compare_set(key, "", words).decode())
+
+    thread = threading.Thread(target=say, name="freescale-store", daemon=True)
+    thread.start()
+    thread.join(_STORE_ANSWERS)
+    return heard[0] if heard else words
 
 
 def _all(asked: plan.Requests) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ be sent).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -126,21 +127,30 @@ def _row_stats(asked: plan.Requests, rows: plan.Split, like: torch.Tensor) -> di
     }
 
 
-def place(p: StepPlan) -> None:
-    """Bring what the device reads to the device, on the caller's stream, without waiting. Counts stay on the CPU."""
-    device = p.arrived.device
-    if device.type == "cpu" or p.ids.device == device and (not p.back or p.back[0].device == device):
-        return
+# The planning thread finishes a plan while the training thread already places its rows, which the step before fetches.
+# So the halves are placed apart, and nobody but `finish` touches the backward half before the batch is handed out.
 
-    def to(t: torch.Tensor) -> torch.Tensor:
-        return t if t.device == device else t.pin_memory().to(device, non_blocking=True)
 
+def place_rows(p: StepPlan) -> None:
+    """Bring what the device reads of the forward half to the device, on the caller's stream, without waiting.
+
+    Counts stay on the CPU.
+    """
+    to = partial(_to, p.arrived.device)
     p.ids, p.inverse, p.order, p.ends, p.early_rows = map(to, (p.ids, p.inverse, p.order, p.ends, p.early_rows))
     p.urgent = (to(p.urgent[0]), *p.urgent[1:])
-    if p.back:
-        assert p.late_index is not None
-        p.back = (*map(to, p.back[:4]), *p.back[4:])
-        p.late_index, p.late_own = to(p.late_index), tuple(map(to, p.late_own))
+
+
+def place_gradients(p: StepPlan) -> None:
+    """The same for the backward half, which is complete."""
+    assert p.late_index is not None
+    to = partial(_to, p.arrived.device)
+    p.back = (*map(to, p.back[:4]), *p.back[4:])
+    p.late_index, p.late_own = to(p.late_index), tuple(map(to, p.late_own))
+
+
+def _to(device: torch.device, t: torch.Tensor) -> torch.Tensor:
+    return t if t.device == device else t.pin_memory().to(device, non_blocking=True)
 
 
 def nothing_next(p: StepPlan) -> StepPlan:

@@ -80,8 +80,12 @@ def run_ranks(
     env: dict[str, str] | None = None,
     env_of: dict[int, dict[str, str]] | None = None,
     expect_errors: bool = False,
+    group_timeout: float | None = None,
 ) -> list[Any]:
-    """`fn(*args)` on every rank. With `expect_errors`, each rank's error as text in place of its result."""
+    """`fn(*args)` on every rank. With `expect_errors`, each rank's error as text in place of its result.
+
+    `group_timeout`: of the process group, if it is not to be that of the whole.
+    """
     _warm()
     with tempfile.TemporaryDirectory() as folder:
         pipes, ranks = [], []
@@ -91,7 +95,7 @@ def run_ranks(
             their_env = {"TORCHINDUCTOR_CACHE_DIR": _made_by_compilers.name, **own}
             p = _context.Process(
                 target=_rank,
-                args=(fn, rank, world, os.path.join(folder, "store"), timeout, their_env, own, theirs, args),
+                args=(fn, rank, world, os.path.join(folder, "store"), group_timeout or timeout, their_env, own, theirs, args),
                 daemon=True,
             )
             p.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,6 +102,29 @@ def _look_ahead():
 
 def test_look_ahead_gives_the_same_bits():
     assert max(run_ranks(_look_ahead, 2)) <= 1e-6
+
+
+def _loader_on_the_device():
+    """The loader's thread puts what it makes on the device of the loop, on a stream that the loop's comes after."""
+    import freescale
+
+    torch.cuda.set_device(0)
+    model = Sharded("row_wise", "sgd", torch.float32, device="cuda", name="item")
+    run = torch.compile(model, backend="freescale", options={"codegen": "eager"})
+    seen = []
+
+    def loader():
+        for _ in range(3):
+            seen.append((torch.cuda.current_device(), threading.current_thread() is threading.main_thread()))
+            yield {"item": torch.arange(3).cuda()}
+
+    for batch in freescale.LookaheadLoader(loader(), run):
+        assert batch["item"].device == torch.device("cuda", torch.cuda.current_device())
+    return seen
+
+
+def test_a_loader_runs_on_the_device_of_the_loop():
+    assert run_ranks(_loader_on_the_device, 2) == [[(0, False)] * 3] * 2
 
 
 def _hundred_steps():

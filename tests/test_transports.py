@@ -372,6 +372,110 @@ def test_a_late_rank_is_named_after_the_time_out(kind, world):
             assert f"freescale: staged: rank {rank} cannot" in said and ": rank 1 is " in said, said
 
 
+# ---- threads that meet something unexpected ----------------------------------------------------------------
+
+
+def courier_dies():
+    """A sending thread of rank 1 raises something that is not a RuntimeError: no stream waits for it for ever."""
+    transport = opened("gloo", "cpu", timeout=200.0)
+    if dist.get_rank() == 1:
+
+        def post(number, piece):
+            raise MemoryError("no room for a piece")
+
+        transport._couriers[2]._post = post  # of priority 1, outwards
+    counts = torch.full((2,), 400)
+    out = transport.launch(torch.ones(800, 16), counts, counts, 800, 1)
+    try:
+        wait(out)
+        transport.settle()
+    finally:
+        transport.close()
+    return True
+
+
+def test_a_courier_that_dies_of_anything_is_an_error():
+    """On its own rank it says of what; the other one sees that rank go."""
+    other, own = run_ranks(courier_dies, 2, timeout=60, expect_errors=True)
+    assert "freescale: staged: rank 1 cannot go on: MemoryError: no room for a piece" in own
+    assert "freescale: staged: rank 0 cannot" in other and "rank 1 is " in other
+
+
+def list_empties():
+    """Between two looks at the list of messages, another thread finds that the last one has finished."""
+    transport = opened("memory", "cpu")
+    out, expected = one(transport, [[5]], 0, "cpu")
+    message = transport.in_flight[0]
+    assert torch.equal(wait(out), expected)
+    unfinished = type(transport)._unfinished
+
+    def then_empties():
+        if threading.current_thread() is not threading.main_thread():
+            return unfinished(transport)  # the watching thread itself
+        transport.in_flight = [message]
+        transport.driver.done = lambda mark: False
+        found = unfinished(transport)
+        del transport.driver.done
+        unfinished(transport)
+        return found
+
+    transport._unfinished = then_empties
+    transport.look()
+    del transport._unfinished
+    transport.close()
+    return True
+
+
+def test_a_look_at_a_message_that_finishes_meanwhile():
+    assert run_ranks(list_empties, 1) == [True]
+
+
+def watcher_raises():
+    """What a look raises is told by the next use, and what waits is released."""
+    transport = opened("memory", "cpu", timeout=200.0)
+    if dist.get_rank() == 0:
+
+        def lacking():
+            raise ValueError("a flag that cannot be read")
+
+        transport._lacking, transport.timeout = lacking, 0.2
+        counts = torch.full((2,), 4000)
+        try:
+            wait(transport.launch(torch.ones(8000, 16), counts, counts, 8000, 1))
+            transport.settle()
+        finally:
+            transport.close()
+    else:
+        while not transport.presence.gone():
+            time.sleep(0.01)
+        transport.close()
+        raise RuntimeError("rank 1 launched nothing")
+
+
+def test_a_watching_thread_that_raises_is_an_error():
+    said = run_ranks(watcher_raises, 2, timeout=60, expect_errors=True)[0]
+    assert "freescale: staged: rank 0 cannot watch its messages: ValueError: a flag that cannot be read" in said
+
+
+def never_done():
+    """Nobody fails and nothing finishes: who reads the tables waits as long as the group would, not longer."""
+    transport = opened("memory", "cpu", timeout=0.5)
+    go_on = threading.Event()
+    for stream in transport.streams[1][1]:
+        transport.driver.queues[stream].put(go_on.wait)
+    transport.launch(torch.ones(4, 16), torch.tensor([4]), torch.tensor([4]), 4, 1)
+    try:
+        transport.settle()
+    finally:
+        go_on.set()
+        transport.close()
+
+
+def test_settling_ends_with_the_time_out():
+    (said,) = run_ranks(never_done, 1, timeout=60, expect_errors=True)
+    assert "freescale: staged: rank 0 has waited 0.5 s for its own device to finish message 0 of priority 1" in said
+
+
 # ---- the same on CUDA --------------------------------------------------------------------------------------
 
 CUDA_KINDS = (*KINDS, "peer-write", "peer-copy")
