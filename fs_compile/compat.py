@@ -139,6 +139,53 @@ def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
     return torch._dynamo.assume_constant_result(fn)
 
 
+def leave_graph(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Dynamo never traces `fn`: a graph ends before it; where it must not end, torch's error says `reason`."""
+    return torch._dynamo.disable(reason=reason)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def is_compiled(x: Any) -> bool:
+    """A module or function that torch.compile returned, or a module that it has compiled in place."""
+    if isinstance(x, torch._dynamo.OptimizedModule):
+        return callable(x.dynamo_ctx.callback)  # torch.compiler.disable makes them too
+    if isinstance(x, torch.nn.Module):
+        return compiled_in_place(x) or is_compiled(x.__dict__.get("forward"))
+    return hasattr(x, "_torchdynamo_orig_callable") and not getattr(x, "_torchdynamo_disable", False)
+
+
+def compiled_in_place(module: torch.nn.Module) -> bool:
+    """By module.compile(...)."""
+    return module._compiled_call_impl is not None
+
+
+class AroundCompiledCall:
+    """Until `remove`, `before` and `after` run around every call of a module that was compiled in place.
+
+    (Hooks of such a module are compiled with it. Inside the graph of a caller nothing runs.)
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, before: Callable[[Any, Any, Any], None], after: Callable[[Any], None]
+    ) -> None:
+        compiled: Any = module._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return compiled(*args, **kwargs)
+            try:
+                before(module, args, kwargs)
+                return compiled(*args, **kwargs)
+            finally:
+                after(module)
+
+        self._module, self._compiled, self._call = module, compiled, call
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        if self._module._compiled_call_impl is self._call:  # not compiled anew since
+            self._module._compiled_call_impl = self._compiled
+
+
 def mark_static(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
     """A graph input whose sizes, from dimension `first` on, are part of the graph.
 
