@@ -89,6 +89,7 @@ def _prepare() -> config.Config:
         log.info("DDP: Dynamo no longer cuts the graph at DDP's buckets; DDP still averages the gradients")
     compat.backport_empty_grids()
     compat.backport_fake_of_fake()
+    compat.load_eager_checkpoints(freescale)
     torchrec_tables.teach()
     return cfg
 
