@@ -187,9 +187,9 @@ class AroundCompiledCall:
             self._module._compiled_call_impl = self._compiled
 
 
-def backend_of(compiled: torch.nn.Module) -> Any:
+def backend_of(compiled: Any) -> Any:
     """The backend function of a module that torch.compile returned."""
-    fn: Any = compiled.dynamo_ctx.callback
+    fn = compiled.dynamo_ctx.callback
     while hasattr(fn, "_torchdynamo_orig_backend"):
         fn = fn._torchdynamo_orig_backend
     return getattr(fn, "compiler_fn", fn)

@@ -45,9 +45,9 @@ class LookaheadLoader:
                field name of an integer tensor. Batches are handed out in order, on the model's device; they are loaded
                up to two steps ahead, so the loader must not write into a batch that it has given away. One with a state
                (`state_dict`, `load_state_dict`) is asked for it at every batch: see `state_dict` below
-    model      compiled: by model.compile(backend="freescale"), by torch.compile (what it returned), or in parts: a module
-               that is not compiled itself, with compiled ones in it, as DistributedModelParallel around a compiled model.
-               What is called in a step is the compiled part, through the model or not; if there are several, the model
+    model      compiled: by model.compile(backend="freescale"), by torch.compile (what it returned), or in parts: not
+               compiled itself, with compiled modules in it, as DistributedModelParallel around a compiled model. What
+               a step calls is the compiled part, through the model or not; if there are several, it is the model
     strict     loaders of different length on different ranks are an error instead of a warning; None: FREESCALE_STRICT
     balance    True, or BalanceOptions: before a batch is planned, samples move between the ranks so that all have the
                same work, each as many samples as before. Parts of a batch are cut by sample: KeyedJaggedTensors,

@@ -82,7 +82,7 @@ class Tables:
         self.loops += 1
         run = Run(exchanges, self.loops)
         self.runs.append(run)
-        # A step is a call of what is compiled, wherever it is called from; of several, the call of all of them together.
+        # A step is a call of what is compiled, wherever it comes from; of several, the call of the model around them.
         call = parts[0] if len(parts) == 1 else model
         if ("call", call) not in self._hooks:
             self._hooks["call", call] = self._hook_call(call)
@@ -224,7 +224,7 @@ class Tables:
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Every call of the compiled model, outside the graph."""
-        # In the graph of a caller that is compiled itself, nothing can be done; its lookups are seen (`Exchange.unseen`).
+        # Nothing can be done in the graph of a caller that is compiled itself; its lookups tell (`Exchange.unseen`).
         if torch.compiler.is_compiling() or self._call not in (None, module):
             return
         self._say()

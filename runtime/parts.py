@@ -1,4 +1,4 @@
-"""What a LookaheadLoader is given: the compiled modules in it that look up tables, or a sentence that says what to write.
+"""What a LookaheadLoader is given: the compiled modules in it that look up tables, or words that say what to write.
 
 A step begins outside of what is compiled, so it is a *call* of a compiled module: of the model itself, whether
 torch.compile returned it, model.compile() compiled it in place or its forward was compiled; or of modules inside it.
@@ -33,7 +33,8 @@ def compiled_parts(model: Any) -> list[torch.nn.Module]:
             "function the forward of a torch.nn.Module, compile this module and give it to the LookaheadLoader"
         )
     if not parts:
-        raise ValueError(f"freescale: the model has no sharded table that a LookaheadLoader could plan for{_why(model)}")
+        why = _why(model)
+        raise ValueError(f"freescale: the model has no sharded table that a LookaheadLoader could plan for{why}")
     if left:
         names = ", ".join(x.name for x in left)
         log.warning("freescale: not planned ahead, since what looks them up is not compiled: tables %s", names)
@@ -64,8 +65,8 @@ def _no_module(given: Any) -> str:
         return f"freescale: LookaheadLoader wants the compiled model, as in {_COMPILE}; found {type(given).__name__}"
     name = getattr(given, "__name__", "step")
     return (
-        f"freescale: LookaheadLoader wants the compiled model; found the compiled function {name}, whose calls cannot be "
-        "seen from outside. Make it the forward of a torch.nn.Module that holds the model:\n"
+        f"freescale: LookaheadLoader wants the compiled model; found the compiled function {name}, whose calls cannot "
+        "be seen from outside. Make it the forward of a torch.nn.Module that holds the model:\n"
         "    class Step(torch.nn.Module):\n"
         "        def __init__(self, model): super().__init__(); self.model = model\n"
         f"        def forward(self, batch): ...  # what {name} does, with self.model\n"

@@ -162,3 +162,138 @@ def _inductor() -> list[str]:
 
 def test_in_place_under_inductor():
     assert run_ranks(_inductor, 2) == [[], []]
+
+
+# ---- what cannot be served -----------------------------------------------------------------------------------------
+
+
+def _unseen() -> bool:
+    """A lookup by something compiled that the loader was not given: evaluation is exact, training is refused."""
+    import freescale
+
+    def losses(wrapped: bool) -> list[float]:
+        torch._dynamo.reset()
+        model = _in_place(Model())
+        other = torch.compile(lambda batch: model(batch) * 1.0, backend="freescale", options=OPTIONS)
+        with torch.no_grad():
+            seen = [other(batch_of(70)).item()]  # a graph from before the loop
+        for i, batch in enumerate(freescale.LookaheadLoader(data(8), model) if wrapped else data(8)):
+            loss = model(batch)
+            loss.backward()
+            seen.append(loss.item())
+            if i in (2, 4):
+                with torch.no_grad():
+                    seen.append(other(batch_of(71)).item())
+            if i == 5 and wrapped:
+                with pytest.raises(RuntimeError, match="used in training without its compiled model.*a compiled function"):
+                    other(batch)
+        return [*seen, model.table.weight.sum().item()]
+
+    assert losses(True) == losses(False)
+    return True
+
+
+def test_a_lookup_that_the_loader_does_not_see():
+    assert run_ranks(_unseen, 2) == [True, True]
+
+
+def _not_compiled() -> bool:
+    import freescale
+
+    model = Model()
+    step = torch.compile(lambda batch: model(batch) * 2, backend="freescale")
+    with pytest.raises(TypeError, match="(?s)found the compiled function <lambda>.*step.compile.*LookaheadLoader.loader, step"):
+        freescale.LookaheadLoader([], step)
+    with pytest.raises(TypeError, match="wants the compiled model.*found function"):
+        freescale.LookaheadLoader([], lambda batch: batch)
+    with pytest.raises(TypeError, match="found Outer, in which nothing that looks up table item#?2? is compiled. If a compiled"):
+        freescale.LookaheadLoader([], Outer(Model(), _in_place(nn.Linear(2, 2))))
+    with pytest.raises(TypeError, match="wants the compiled model"):
+        freescale.LookaheadLoader([], torch.compiler.disable(Model()))
+    return True
+
+
+def test_what_is_not_compiled_is_told_what_to_write():
+    assert run_ranks(_not_compiled, 1) == [True]
+
+
+def _vbe(step: int, rank: int) -> Any:
+    """A batch in which 'user' has one sample, the others two."""
+    from torchrec import KeyedJaggedTensor
+
+    keys = ["history", "candidate", "user", "tag", "tiny"]
+    g = torch.Generator().manual_seed(10 * step + rank)
+    strides = [[1 if k == "user" else 2] for k in keys]
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.randint(0, 3, (sum(s[0] for s in strides),), generator=g),
+        lengths=torch.ones(sum(s[0] for s in strides), dtype=torch.int64),
+        stride_per_key_per_rank=strides,
+        inverse_indices=(keys, torch.tensor([[0, 0 if k == "user" else 1] for k in keys])),
+    )
+
+
+def _sentences() -> bool:
+    import freescale
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    column = trec.shard(trec.Model(), trec.LAYOUTS["column_wise"], "sgd")
+    with pytest.raises(ValueError, match="no sharded table that .* serves it: ec: table 'user' is sharded column_wise. Loop"):
+        freescale.LookaheadLoader([], _in_place(column))
+    indices = trec.Model()
+    from torchrec import EmbeddingCollection
+
+    indices.ec = EmbeddingCollection(tables=trec.tables(), device=torch.device("cpu"), need_indices=True)
+    indices = trec.shard(indices, trec.LAYOUTS["row_wise"], "sgd")
+    with pytest.raises(ValueError, match="ec: tables 'item', .*'tiny' return their indices .need_indices"):
+        freescale.LookaheadLoader([], _compile(indices))
+
+    # One rank brings a batch of another kind: a sentence on every rank, and nothing is lost.
+    from torchrec import KeyedJaggedTensor
+
+    torch.manual_seed(0)
+    model = trec.shard(trec.Model(), trec.LAYOUTS["row_wise"], "sgd")
+    run = torch.compile(model, backend="freescale", options={"codegen": "eager"})
+    start = {k: v.clone() for k, v in trec.snapshot(model).items()}
+    good = [trec.batch(s, rank, none=False) for s in range(3)]
+    kjt = good[2][0]
+    weighted = KeyedJaggedTensor(kjt.keys(), kjt.values(), torch.rand(kjt.values().shape[0]), kjt.lengths())
+    for bad, words in (
+        (_vbe(2, rank), "batch 2: the number of samples differs by feature .'history' has 2, 'user' has 1"),
+        (weighted, "batch 2: the features 'history', .* are weighted"),
+    ):
+        for balance in (False, True):
+            trained = 0
+            kind = ValueError if rank == 1 else RuntimeError
+            with pytest.raises(kind, match=words + ".*without a LookaheadLoader"):
+                batches = [*good[:2], (bad, torch.ones(2)) if rank == 1 else good[2]]
+                for batch in freescale.LookaheadLoader(batches, run, balance=balance):
+                    run(*batch).backward()
+                    trained += 1
+            assert trained == 2 and threads() == []
+    assert any(not torch.equal(v, start[k]) for k, v in trec.snapshot(model).items())
+
+    # Dynamo gives up, so that TorchRec's own code runs in a planned step.
+    torch._dynamo.reset()
+    run(*good[0]).backward()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        with pytest.raises(RuntimeError, match="of ec in a step that .* has planned, .*recompile_limit"):
+            for batch in freescale.LookaheadLoader(good, run):
+                run(*batch).backward()
+
+    # Without a LookaheadLoader TorchRec's own code serves such a batch.
+    torch._dynamo.reset()
+    expected = model(_vbe(5, rank), torch.ones(2))
+    found = run(_vbe(5, rank), torch.ones(2))
+    found.backward()
+    assert abs(float(found) - float(expected)) <= 1e-6
+    from freescale.runtime import torchrec_tables
+
+    assert any("batch size varies per feature" in r for r in torchrec_tables._refused)
+    return True
+
+
+@needs_torchrec
+def test_what_cannot_be_planned_is_named():
+    assert run_ranks(_sentences, 2) == [True, True]
