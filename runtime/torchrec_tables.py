@@ -257,8 +257,8 @@ def _must_not_be_planned(module: Any) -> None:
     collection = module.__dict__.get("_freescale")
     if collection is not None and any(x.plan is not None for x in collection.exchanges):
         raise RuntimeError(
-            f"freescale: TorchRec's own code looks up the tables of {module._module_fqn or 'a collection'} in a step that "
-            "a LookaheadLoader has planned, because torch.compile has not compiled that lookup: did it hit "
+            f"freescale: TorchRec's own code looks up the tables of {module._module_fqn or 'a collection'} in a step "
+            "that a LookaheadLoader has planned, because torch.compile has not compiled that lookup: did it hit "
             "torch._dynamo.config.recompile_limit (it says so), is it inside torch.compiler.disable, or are features "
             "weighted? Mend that, or loop without a LookaheadLoader"
         )
