@@ -91,6 +91,7 @@ def _prepare() -> config.Config:
         compat.specialize_sizes_of_one()
     compat.backport_empty_grids()
     compat.backport_fake_of_fake()
+    compat.load_eager_checkpoints(freescale)
     torchrec_tables.teach()
     return cfg
 

@@ -7,6 +7,7 @@ support.
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -210,6 +211,102 @@ def _is_gradient(source: Any) -> bool:
 def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Dynamo runs `fn` while it traces and takes the result as a constant."""
     return torch._dynamo.assume_constant_result(fn)
+
+
+def leave_graph(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Dynamo never traces `fn`: a graph ends before it; where it must not end, torch's error says `reason`."""
+    return torch._dynamo.disable(reason=reason)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def is_compiled(x: Any) -> bool:
+    """A module or function that torch.compile returned, or a module that it has compiled in place."""
+    if isinstance(x, torch._dynamo.OptimizedModule):
+        return callable(x.dynamo_ctx.callback)  # torch.compiler.disable makes them too
+    if isinstance(x, torch.nn.Module):
+        return compiled_in_place(x) or is_compiled(x.__dict__.get("forward"))
+    return hasattr(x, "_torchdynamo_orig_callable") and not getattr(x, "_torchdynamo_disable", False)
+
+
+def compiled_in_place(module: torch.nn.Module) -> bool:
+    """By module.compile(...)."""
+    return module._compiled_call_impl is not None
+
+
+class AroundCompiledCall:
+    """Until `remove`, `before` and `after` run around every call of a module that was compiled in place.
+
+    (Hooks of such a module are compiled with it. Inside the graph of a caller nothing runs.)
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, before: Callable[[Any, Any, Any], None], after: Callable[[Any], None]
+    ) -> None:
+        compiled: Any = module._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return compiled(*args, **kwargs)
+            try:
+                before(module, args, kwargs)
+                return compiled(*args, **kwargs)
+            finally:
+                after(module)
+
+        self._module, self._compiled, self._call = module, compiled, call
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        if self._module._compiled_call_impl is self._call:  # not compiled anew since
+            self._module._compiled_call_impl = self._compiled
+
+
+def backend_of(compiled: Any) -> Any:
+    """The backend function of a module that torch.compile returned."""
+    fn = compiled.dynamo_ctx.callback
+    while hasattr(fn, "_torchdynamo_orig_backend"):
+        fn = fn._torchdynamo_orig_backend
+    return getattr(fn, "compiler_fn", fn)
+
+
+_PREFIX = "_orig_mod."  # of the keys of what torch.compile returns
+
+
+def load_eager_checkpoints(backend: Callable[..., Any]) -> None:
+    """What torch.compile(module, backend) returns loads checkpoints of `module` as well as its own.
+
+    A module with a state_dict of its own (TorchRec's DistributedModelParallel) knows nothing of a wrapper around it, so
+    that what the wrapper saves with its help has keys that nobody can load: there it saves and loads for the wrapper.
+    """
+    wrapper: Any = torch._dynamo.OptimizedModule
+    if hasattr(wrapper.state_dict, "_freescale"):
+        return
+    save, load, load_own = wrapper.state_dict, wrapper.load_state_dict, wrapper._load_from_state_dict
+
+    def for_itself(self: Any) -> bool:
+        own = type(self._orig_mod).state_dict is not torch.nn.Module.state_dict
+        return own and backend_of(self) is backend
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod.state_dict(*args, **kwargs) if for_itself(self) else save(self, *args, **kwargs)
+
+    def load_state_dict(self: Any, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if not for_itself(self):
+            return load(self, state_dict, strict, assign)
+        found = OrderedDict(state_dict)
+        while any(key.startswith(_PREFIX) for key in found):
+            torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(found, _PREFIX)
+        return self._orig_mod.load_state_dict(found, strict=strict, **({"assign": True} if assign else {}))
+
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
+        if backend_of(self) is backend:
+            eager = [k for k in state_dict if k.startswith(prefix) and not k.startswith(prefix + _PREFIX)]
+            for key in eager:
+                state_dict[prefix + _PREFIX + key[len(prefix) :]] = state_dict.pop(key)
+        load_own(self, state_dict, prefix, *args)
+
+    state_dict._freescale = True  # type: ignore[attr-defined]
+    wrapper.state_dict, wrapper.load_state_dict = state_dict, load_state_dict
+    wrapper._load_from_state_dict = _load_from_state_dict
 
 
 def mark_static(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -460,6 +557,11 @@ def self_test() -> None:
 
     assert callable(symmetric.empty) and callable(symmetric.rendezvous)
     assert callable(torch._dynamo.assume_constant_result)
+    compiled: Any = torch.compile(torch.nn.Identity(), backend="eager")
+    assert backend_of(compiled) is not compiled.dynamo_ctx.callback and is_compiled(compiled)
+    assert hasattr(torch.nn.Module, "_compiled_call_impl") and not is_compiled(torch.nn.Identity())
+    assert is_compiled(torch.compile(self_test, backend="eager")) and not is_compiled(leave_graph("")(self_test))
+    assert list(compiled.state_dict(prefix="x.")) == [] and hasattr(compiled, "_load_from_state_dict")
     with autograd_inside_op():
         assert (torch.zeros(1, requires_grad=True) * 2).requires_grad
     marked = torch.zeros(1)

@@ -5,6 +5,7 @@ Everything that `lookup` does is traced by Dynamo: tensors and ops only, no data
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,9 @@ class Exchange:
         # The plan of the batch that a LookaheadLoader handed out last, None without one. By this name compat knows the
         # tensors in it, whose sizes are ours.
         self.freescale_plan: StepPlan | None = None
+        # The loop of a LookaheadLoader is on, but not a call that it has seen: whoever looks up now tells it first.
+        self.unseen = False
+        self.look_first: Callable[[], None] = lambda: None
 
     def follow_table(self) -> None:
         """The table has its type and its device, now or after `model.double()` and the like."""
@@ -59,6 +63,8 @@ class Exchange:
 
     def lookup(self, ids: list[torch.Tensor], divide_by: int) -> tuple[torch.Tensor, ...]:
         """The rows of each entry's ids, in the order of `entries`. Gradients are divided by `divide_by`."""
+        if self.unseen and torch.compiler.is_compiling():
+            _tell(self)  # outside torch.compile, a hook of the table's module has done so
         if self.freescale_plan is None:
             made = _ops.plan_now(
                 ids, self.firsts, self.sizes, self.bounds, self.shifts, self.starts, self.name, self.group_name
@@ -89,6 +95,15 @@ class Exchange:
             settled, then.early_rows, *then.early_counts, then.early_slots.shape[0], EARLY, *names
         )
         return embedded
+
+
+@compat.leave_graph(
+    "freescale: a compiled function or module that the LookaheadLoader was not given looks up a table while its loop "
+    "is on. What is pending must be applied before that, outside the graph: give the LookaheadLoader the module whose "
+    "call is compiled, or leave the loop first"
+)
+def _tell(exchange: Exchange) -> None:
+    exchange.look_first()
 
 
 class ExchangeRows(torch.autograd.Function):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from freescale import compat, config
-from freescale.runtime import batches, order
+from freescale.runtime import batches, order, parts
 from freescale.runtime.balancing import BalanceOptions, Balancer, Moved, send_home
 from freescale.runtime.cost import FittedCost
 from freescale.runtime.meter import METER
@@ -36,7 +36,7 @@ _home_groups: weakref.WeakKeyDictionary[order.Tables, dist.ProcessGroup] = weakr
 class LookaheadLoader:
     """Wrap any iterable of batches and loop over this instead; the rest of the loop stays as it is.
 
-        model = torch.compile(model, backend="freescale")
+        model.compile(backend="freescale")
         for batch in freescale.LookaheadLoader(loader, model):
             loss = model(batch); loss.backward(); optimizer.step()
 
@@ -45,7 +45,9 @@ class LookaheadLoader:
                field name of an integer tensor. Batches are handed out in order, on the model's device; they are loaded
                up to two steps ahead, so the loader must not write into a batch that it has given away. One with a state
                (`state_dict`, `load_state_dict`) is asked for it at every batch: see `state_dict` below
-    model      what torch.compile(model, backend="freescale") returned
+    model      compiled: by model.compile(backend="freescale"), by torch.compile (what it returned), or in parts: not
+               compiled itself, with compiled modules in it, as DistributedModelParallel around a compiled model. What
+               a step calls is the compiled part, through the model or not; if there are several, it is the model
     strict     loaders of different length on different ranks are an error instead of a warning; None: FREESCALE_STRICT
     balance    True, or BalanceOptions: before a batch is planned, samples move between the ranks so that all have the
                same work, each as many samples as before. Parts of a batch are cut by sample: KeyedJaggedTensors,
@@ -71,17 +73,10 @@ class LookaheadLoader:
         strict: bool | None = None,
         balance: bool | BalanceOptions = False,
     ) -> None:
-        if not hasattr(model, "_orig_mod"):
-            raise TypeError(
-                "freescale: LookaheadLoader wants the compiled model, as in "
-                'LookaheadLoader(loader, torch.compile(model, backend="freescale")); '
-                f"found {type(model).__name__}"
-            )
+        self._parts = parts.compiled_parts(model)
         self.loader, self.model = loader, model
         self.strict = config.load().strict if strict is None else strict
-        self.exchanges = order.exchanges_of(model)
-        if not self.exchanges:
-            raise ValueError("freescale: the model has no sharded table that a LookaheadLoader could plan for")
+        self.exchanges = list(dict.fromkeys(x for part in self._parts for x in order.exchanges_of(part)))
         for x in self.exchanges:
             if compat.group_by_name(x.group_name).size() != dist.get_world_size():
                 raise ValueError(
@@ -176,7 +171,7 @@ class LookaheadLoader:
     def __iter__(self) -> Iterator[Any]:
         self._stats.clear()
         self._balance_stats.clear()
-        run, unsaid = self._tables.enter(self.model, self.exchanges), False
+        run, unsaid = self._tables.enter(self.model, self._parts, self.exchanges), False
         self._open = True
 
         def close() -> None:

@@ -60,8 +60,8 @@ class Tables:
         device = exchanges[0].anchor.device
         speed = links.measure(self._background, device, config.load().link_gbps)
         log.info("the link carries %.3g Gbit/s per rank", speed * 8 / 1e9)
-        self._hooks: dict[torch.nn.Module, list[Any]] = {}
-        self._inside = False  # a call of the compiled model
+        self._hooks: dict[tuple[str, torch.nn.Module], list[Any]] = {}
+        self._call: torch.nn.Module | None = None  # whose call is under way, of those that begin a step
         self._unsaid: RuntimeError | None = None  # what Python did not raise where it happened
         self._apart: str | None = None  # why the ranks cannot meet any more
 
@@ -77,11 +77,13 @@ class Tables:
     def carry_behind(self, exchange: Exchange) -> None:
         """What nobody waits for travels on the background group."""
         exchange.background = self._background.group_name
+        exchange.look_first = self._before_lookup
         links.speed[exchange.group_name] = links.speed[self._background.group_name]
 
     # -- loops ---------------------------------------------------------------------------------------------------
 
-    def enter(self, model: torch.nn.Module, exchanges: list[Exchange]) -> Run:
+    def enter(self, model: torch.nn.Module, parts: list[torch.nn.Module], exchanges: list[Exchange]) -> Run:
+        """`parts`: the compiled modules in `model` that look up the tables."""
         self._say()
         if self._apart is not None:
             raise RuntimeError(f"freescale: {self._apart}")
@@ -90,8 +92,13 @@ class Tables:
         self.loops += 1
         run = Run(exchanges, self.loops)
         self.runs.append(run)
-        if model not in self._hooks:
-            self._hooks[model] = self._hook(model, exchanges)
+        # A step is a call of what is compiled, wherever it comes from; of several, the call of the model around them.
+        call = parts[0] if len(parts) == 1 else model
+        if ("call", call) not in self._hooks:
+            self._hooks["call", call] = self._hook_call(call)
+        if ("tables", model) not in self._hooks:
+            self._hooks["tables", model] = self._hook_tables(model, parts)
+        self._mark(None)
         return run
 
     def planning_group(self) -> dist.ProcessGroup:
@@ -120,6 +127,9 @@ class Tables:
                 failure = error
             top.stop_planning(top.behind, top.broken is None or top.all_know)
             self.runs.pop()
+            for x in top.exchanges:
+                x.unseen = False
+            self._mark(self._call)
             if failure is not None and (unsaid or top is not run):
                 self._unsaid = failure
             if not self.runs and self._unsaid is None:
@@ -207,14 +217,19 @@ class Tables:
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
-    def _hook(self, model: torch.nn.Module, exchanges: list[Exchange]) -> list[Any]:
-        handles: list[Any] = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward, always_call=True),
+    def _hook_call(self, call: torch.nn.Module) -> list[Any]:
+        if compat.compiled_in_place(call):
+            return [compat.AroundCompiledCall(call, self._before_forward, self._after_forward)]
+        return [
+            call.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            call.register_forward_hook(self._after_forward, always_call=True),
         ]
+
+    def _hook_tables(self, model: torch.nn.Module, parts: list[torch.nn.Module]) -> list[Any]:
+        handles: list[Any] = []
         for module in model.modules():
             handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
-        for module in table_modules(model):
+        for module in dict.fromkeys(m for part in parts for m in table_modules(part)):
             handles.append(module.register_forward_pre_hook(self._before_lookup))
             handles.append(module.register_load_state_dict_pre_hook(self._before_load))
         handles.append(torchrec_tables.watch_optimizers(self._before_state_dict, self._before_load))
@@ -227,6 +242,9 @@ class Tables:
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Every call of the compiled model, outside the graph."""
+        # Nothing can be done in the graph of a caller that is compiled itself; its lookups tell (`Exchange.unseen`).
+        if torch.compiler.is_compiling() or self._call not in (None, module):
+            return
         self._say()
         if not self.runs:
             return
@@ -247,16 +265,24 @@ class Tables:
                 run.begin()
             else:
                 self.flush()
-        self._inside = True
+        self._mark(module)
 
-    def _after_forward(self, *args: Any) -> None:
-        self._inside = False
+    def _after_forward(self, module: torch.nn.Module, *args: Any) -> None:
+        if torch.compiler.is_compiling() or self._call not in (None, module):
+            return
+        self._mark(None)
         if self.runs:
             self.runs[-1].end()
 
+    def _mark(self, call: torch.nn.Module | None) -> None:
+        """A call that begins a step is under way, or none is: then a lookup is one that no hook of ours has seen."""
+        self._call = call
+        for x in (x for run in self.runs for x in run.exchanges):
+            x.unseen = call is None
+
     def _before_lookup(self, *args: Any) -> None:
         """A table is used without the compiled model."""
-        if torch.compiler.is_compiling() or self._inside:
+        if torch.compiler.is_compiling() or self._call is not None:
             return
         self._say()
         if self.runs:
@@ -264,7 +290,9 @@ class Tables:
                 raise RuntimeError(
                     "freescale: a table is used in training without its compiled model while a LookaheadLoader's loop "
                     "is on; call what torch.compile returned, or leave the loop first. (Activation checkpointing does "
-                    "so if the lookup is inside: it looks up again in the backward pass. Leave the lookup outside)"
+                    "so if the lookup is inside: it looks up again in the backward pass. Leave the lookup outside. So "
+                    "does a compiled function that calls the model: make it the forward of a torch.nn.Module `step`, "
+                    'and write step.compile(backend="freescale") and LookaheadLoader(loader, step))'
                 )
             self.flush()
 
@@ -346,9 +374,13 @@ def exchanges_of(model: torch.nn.Module) -> list[Exchange]:
 def _exchanges(module: torch.nn.Module) -> list[Exchange]:
     if isinstance(module, ShardedEmbedding):
         return [module._exchange]
-    if type(module).__name__ == "ShardedEmbeddingCollection" and torchrec_tables.why_not(module) is None:
+    if is_collection(module) and torchrec_tables.why_not(module) is None:
         return torchrec_tables.collection_of(module).exchanges
     return []
+
+
+def is_collection(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "ShardedEmbeddingCollection"
 
 
 _of: weakref.WeakKeyDictionary[Exchange, Tables] = weakref.WeakKeyDictionary()

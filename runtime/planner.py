@@ -30,6 +30,7 @@ from freescale.kernels import asking, plan
 from freescale.runtime import batches, steps
 from freescale.runtime.balancing import Balancer
 from freescale.runtime.exchange import Exchange
+from freescale.runtime.fbgemm import FbgemmTable
 from freescale.runtime.pending import Planned
 from freescale.runtime.problem import BalanceError
 
@@ -165,6 +166,7 @@ class Planner:
                 if hasattr(self.loader, "state_dict"):
                     state = copy.deepcopy(self.loader.state_dict())
                 shape = _same_structure(batch, shape, number)
+                self._must_be_plannable(batch, number)
                 if self.balancer is None:
                     ids = self._ids(batch)
                 else:
@@ -207,6 +209,29 @@ class Planner:
                 status, error = _FAILED, e
         goes_on, failure, _ = self._hear(status, error, number, _NOT_BALANCED)
         return goes_on, failure, batch, ids
+
+    def _must_be_plannable(self, batch: Any, number: int) -> None:
+        """Such a batch the compiled model leaves to TorchRec's own code, whose lookups are not planned."""
+        served = {f: isinstance(x.table, FbgemmTable) for x in self.exchanges for f in x.features}
+        for x in batches.holders(batch, list(served)):
+            if not batches.is_kjt(x):
+                continue
+            words = None
+            if x.variable_stride_per_key():
+                samples = dict(zip(x.keys(), x.stride_per_key(), strict=True))
+                most = max(samples, key=lambda key: samples[key])
+                other = next((key for key in samples if samples[key] != samples[most]), most)
+                words = (
+                    f"the number of samples differs by feature ({most!r} has {samples[most]}, {other!r} has "
+                    f"{samples[other]}; stride_per_key_per_rank). Give all features equally many"
+                )
+            elif x.weights_or_none() is not None and any(served.get(key) for key in x.keys()):
+                words = f"the features {', '.join(map(repr, x.keys()))} are weighted. Leave the weights out"
+            if words is not None:
+                raise ValueError(
+                    f"freescale: batch {number}: {words}, or loop over such batches without a LookaheadLoader, where "
+                    "TorchRec's own code serves them"
+                )
 
     def _ids(self, batch: Any) -> list[list[torch.Tensor]]:
         names = [f for x in self.exchanges for f in x.features]

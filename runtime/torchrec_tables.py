@@ -237,6 +237,7 @@ def collection_of(module: Any) -> Collection:
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_compiling():
+        _must_not_be_planned(self)
         return _original_forward(self, *args, **kwargs)
     features = args[0] if args else kwargs["features"]
     weighted = features.weights_or_none() is not None
@@ -248,6 +249,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 @torch._dynamo.disable
 def _torchrec_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """TorchRec's own code, outside the graph."""
+    _must_not_be_planned(self)
     found = _original_forward(self, *args, **kwargs)
     return found.wait() if hasattr(found, "wait") else found
 
@@ -265,6 +267,18 @@ def _freescale_leave(self: Any) -> bool:
     names = ", ".join(repr(c.name) for c in getattr(self, "_embedding_bag_configs", ()))
     _refuse(self, f"pooled tables {names} are not served" if names else f"{type(self).__name__} is not served")
     return True
+
+
+def _must_not_be_planned(module: Any) -> None:
+    """TorchRec's own lookup in a planned step would read rows that lack the gradients which are pending."""
+    collection = module.__dict__.get("_freescale")
+    if collection is not None and any(x.freescale_plan is not None for x in collection.exchanges):
+        raise RuntimeError(
+            f"freescale: TorchRec's own code looks up the tables of {module._module_fqn or 'a collection'} in a step "
+            "that a LookaheadLoader has planned, because torch.compile has not compiled that lookup: did it hit "
+            "torch._dynamo.config.recompile_limit (it says so), is it inside torch.compiler.disable, or are features "
+            "weighted? Mend that, or loop without a LookaheadLoader"
+        )
 
 
 def _division() -> bool:
