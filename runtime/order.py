@@ -106,6 +106,7 @@ class Tables:
                 self._finish(top)
             except RuntimeError as error:
                 failure = error
+            top.over()
             top.stop_planning(top.behind, top.broken is None or top.all_know)
             self.runs.pop()
             if failure is not None and (unsaid or top is not run):
@@ -287,7 +288,8 @@ def _torn_on(ranks: list[int], step: int) -> str:
     return (
         f"{_some(ranks)}: the backward pass of step {step} has applied some of its gradients to the tables and lost "
         "the others: something in it raised (a gradient hook?), or it was asked for the gradients of some tensors only "
-        "(torch.autograd.grad, backward(inputs=...)). Under a LookaheadLoader, call loss.backward(); this loop is over"
+        "(torch.autograd.grad, backward(inputs=...)), or a backward pass of another step came in between. Under a "
+        "LookaheadLoader, call loss.backward(); this loop is over"
     )
 
 
