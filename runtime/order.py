@@ -195,12 +195,17 @@ class Tables:
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward, always_call=True),
         ]
+        found = table_modules(model)
+        inside = {m for table in found for m in table.modules()}
         for module in model.modules():
-            handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
-        for module in table_modules(model):
+            # Whoever reads a dense part alone may be a single rank: only what holds rows needs the others.
+            holds_rows = any(m in inside for m in module.modules())
+            before = self._before_state_dict if holds_rows else transports.settle
+            handles.append(module.register_state_dict_pre_hook(before))
+        for module in found:
             handles.append(module.register_forward_pre_hook(self._before_lookup))
             handles.append(module.register_load_state_dict_pre_hook(self._before_load))
-        handles.append(torchrec_tables.watch_optimizers(self._before_state_dict, self._before_load))
+        handles.append(torchrec_tables.watch_optimizers(found, self._before_state_dict, self._before_load))
         return handles
 
     def _unhook(self) -> None:
