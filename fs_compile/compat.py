@@ -174,16 +174,27 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 
 @contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """In place of torch.inference_mode, torch.no_grad: tensors that are made here can be trained with."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
 def autograd_inside_op() -> Iterator[None]:
-    """Autograd works inside an op, also where a dispatch mode around it has switched it off.
+    """Autograd works inside an op, also where a dispatch mode around it, or inference mode, has switched it off.
 
     AOTAutograd runs the first call of a forward graph under such a mode.
     """
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
-        exclude = exclude.remove(key)
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
-        yield
+    with outside_inference_mode():
+        include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+            exclude = exclude.remove(key)
+        with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+            yield
 
 
 # ---- Inductor ----------------------------------------------------------------------------------------------
@@ -387,7 +398,7 @@ def self_test() -> None:
 
     assert callable(symmetric.empty) and callable(symmetric.rendezvous)
     assert callable(torch._dynamo.assume_constant_result)
-    with autograd_inside_op():
+    with torch.inference_mode(), autograd_inside_op():
         assert (torch.zeros(1, requires_grad=True) * 2).requires_grad
     marked = torch.zeros(1)
     torch._dynamo.mark_static(marked)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from freescale import compat
 from freescale.kernels import tables, transports
 from freescale.kernels.ops import EARLY, LATE
 from freescale.runtime import batches, steps
@@ -63,6 +64,7 @@ class Run:
     def number(self) -> int:
         return -1 if self.current is None else self.current.number
 
+    @compat.outside_inference_mode()
     def hand_out(self, item: Planned, batch: Any) -> None:
         """`batch`, on the device, goes to the user."""
         self.current = item
@@ -94,6 +96,7 @@ class Run:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
+    @compat.outside_inference_mode()
     def begin(self) -> None:
         """The batch handed out last is about to go through the model, on every rank."""
         assert self.current is not None
@@ -114,6 +117,7 @@ class Run:
             x.plan = p
         self._updates = [tables.updates[x.name] for x in self.exchanges]
 
+    @compat.outside_inference_mode()
     def end(self) -> None:
         """The forward pass is over, or has failed."""
         if self._updates is None or self.current is None:
@@ -126,6 +130,8 @@ class Run:
             if p.used:
                 self._last[i], self._after[i] = p, tables.backwards[x.name]
                 _take_late_gradients(x, p)
+                if p.next is not None and p.next.arrived.is_inference():  # a training step could not use it
+                    p.next.arrived = _wait(p.next.arrived).clone()
         self._updates = None
 
     # -- pending gradients ---------------------------------------------------------------------------------------
@@ -153,6 +159,7 @@ class Run:
         """The step whose backward pass was torn, -1 if none was; the ranks may differ."""
         return max((int(q.step) for _, q in self._torn()), default=-1)
 
+    @compat.outside_inference_mode()
     def apply(self) -> None:
         """Send and apply what is pending. Every rank does so at the same place."""
         transports.check()

@@ -230,7 +230,8 @@ def _freescale_prepare(self: Any, weighted: bool, varying: bool) -> bool:
 def collection_of(module: Any) -> Collection:
     """How `module`, which `why_not` lets through, is served; made on first use."""
     if "_freescale" not in module.__dict__:
-        module.__dict__["_freescale"] = Collection(module)
+        with compat.outside_inference_mode():  # the first use may be an evaluation
+            module.__dict__["_freescale"] = Collection(module)
         module.register_state_dict_pre_hook(transports.settle)
     return module.__dict__["_freescale"]
 
