@@ -344,16 +344,27 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 
 @contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """In place of torch.inference_mode, torch.no_grad: tensors that are made here can be trained with."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
 def autograd_inside_op() -> Iterator[None]:
-    """Autograd works inside an op, also where a dispatch mode around it has switched it off.
+    """Autograd works inside an op, also where a dispatch mode around it, or inference mode, has switched it off.
 
     AOTAutograd runs the first call of a forward graph under such a mode.
     """
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
-        exclude = exclude.remove(key)
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
-        yield
+    with outside_inference_mode():
+        include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+            exclude = exclude.remove(key)
+        with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+            yield
 
 
 # ---- Inductor ----------------------------------------------------------------------------------------------
@@ -562,7 +573,7 @@ def self_test() -> None:
     assert hasattr(torch.nn.Module, "_compiled_call_impl") and not is_compiled(torch.nn.Identity())
     assert is_compiled(torch.compile(self_test, backend="eager")) and not is_compiled(leave_graph("")(self_test))
     assert list(compiled.state_dict(prefix="x.")) == [] and hasattr(compiled, "_load_from_state_dict")
-    with autograd_inside_op():
+    with torch.inference_mode(), autograd_inside_op():
         assert (torch.zeros(1, requires_grad=True) * 2).requires_grad
     marked = torch.zeros(1)
     torch._dynamo.mark_static(marked)

@@ -45,7 +45,8 @@ _tables: WeakValueDictionary[str, Named] = WeakValueDictionary()
 _named: Counter[str] = Counter()
 # How often each was updated: tells, after a step that failed, whether its update had run already.
 updates: Counter[str] = Counter()
-_settings: dict[str, Any] = {}  # of each table in the last step
+backwards: Counter[str] = Counter()  # of those, by backward passes themselves: the others are late
+step_settings: dict[str, Any] = {}  # of each table in its last update that was not a late one
 
 
 def register(table: Named, wish: str) -> str:
@@ -71,13 +72,14 @@ def updating(name: str, late: bool) -> Iterator[Table]:
     table = cast(Table, find(name))
     now = table.settings()
     if not late:
-        _settings[name] = now
-    table.set_settings(_settings.get(name, now))
+        step_settings[name] = now
+    table.set_settings(step_settings.get(name, now))
     try:
         yield table
     finally:
         table.set_settings(now)
     updates[name] += 1
+    backwards[name] += not late
 
 
 def find(name: str) -> Named:

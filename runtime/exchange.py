@@ -76,7 +76,7 @@ class Exchange:
 
     def _planned(self, p: StepPlan, ids: list[torch.Tensor], divide_by: int) -> torch.Tensor:
         if p.used:
-            raise RuntimeError(f"freescale: {self.name} is looked up twice in a step, which cannot be planned ahead")
+            _refuse_second_lookup(self.name)
         p.used = True
         token = _ops.expect_ids(self.anchor.detach(), ids, p.ids, p.step, self.name)
         embedded = PlannedRows.apply(
@@ -104,6 +104,16 @@ class Exchange:
 )
 def _tell(exchange: Exchange) -> None:
     exchange.look_first()
+
+
+@compat.assume_constant_result
+def _refuse_second_lookup(name: str) -> None:
+    # Dynamo runs this while it traces. Were the error in the traced code, it would be a graph break: TorchRec's own
+    # forward would do the step, and a rank without samples would fail in it while the others wait.
+    raise RuntimeError(
+        f"freescale: {name} is looked up twice in a step, which cannot be planned ahead: look up all its ids at once, "
+        "or train without a LookaheadLoader"
+    )
 
 
 class ExchangeRows(torch.autograd.Function):

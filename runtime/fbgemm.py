@@ -42,6 +42,7 @@ class FbgemmTable:
         sizes[self._first + 1] = counts
         with compat.autograd_inside_op():
             looked_up = self.emb(rows - self._starts[table], sizes.cumsum(0).to(rows.device))
+            grads = grads.clone() if grads.is_inference() else grads
             torch.autograd.backward(looked_up, grads.view_as(looked_up))
 
     def settings(self) -> tuple[Any, float] | None:

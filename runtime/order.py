@@ -125,6 +125,7 @@ class Tables:
                 self._finish(top)
             except RuntimeError as error:
                 failure = error
+            top.over()
             top.stop_planning(top.behind, top.broken is None or top.all_know)
             self.runs.pop()
             for x in top.exchanges:
@@ -227,12 +228,17 @@ class Tables:
 
     def _hook_tables(self, model: torch.nn.Module, parts: list[torch.nn.Module]) -> list[Any]:
         handles: list[Any] = []
+        found = list(dict.fromkeys(m for part in parts for m in table_modules(part)))
+        inside = {m for table in found for m in table.modules()}
         for module in model.modules():
-            handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
-        for module in dict.fromkeys(m for part in parts for m in table_modules(part)):
+            # Whoever reads a dense part alone may be a single rank: only what holds rows needs the others.
+            holds_rows = any(m in inside for m in module.modules())
+            before = self._before_state_dict if holds_rows else transports.settle
+            handles.append(module.register_state_dict_pre_hook(before))
+        for module in found:
             handles.append(module.register_forward_pre_hook(self._before_lookup))
             handles.append(module.register_load_state_dict_pre_hook(self._before_load))
-        handles.append(torchrec_tables.watch_optimizers(self._before_state_dict, self._before_load))
+        handles.append(torchrec_tables.watch_optimizers(found, self._before_state_dict, self._before_load))
         return handles
 
     def _unhook(self) -> None:
@@ -333,7 +339,8 @@ def _torn_on(ranks: list[int], step: int) -> str:
     return (
         f"{_some(ranks)}: the backward pass of step {step} has applied some of its gradients to the tables and lost "
         "the others: something in it raised (a gradient hook?), or it was asked for the gradients of some tensors only "
-        "(torch.autograd.grad, backward(inputs=...)). Under a LookaheadLoader, call loss.backward(); this loop is over"
+        "(torch.autograd.grad, backward(inputs=...)), or a backward pass of another step came in between. Under a "
+        "LookaheadLoader, call loss.backward(); this loop is over"
     )
 
 

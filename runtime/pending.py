@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from freescale import compat
 from freescale.kernels import tables, transports
 from freescale.kernels.ops import EARLY, LATE
 from freescale.runtime import batches, steps
@@ -55,7 +56,7 @@ class Run:
         # Per exchange the last step that ran: its late gradients are pending until the next step has taken them.
         self._last: list[steps.StepPlan | None] = [None] * len(exchanges)
         self._updates: list[int] | None = None  # of each table when the step began; None outside a step
-        self._after: list[int] = [0] * len(exchanges)  # updates of each table at the end of its last forward pass
+        self._after: list[int] = [0] * len(exchanges)  # tables.backwards at the end of the last forward pass
         # The tensors with ids of the last batches, to recognise a batch that comes again.
         self._handed: deque[tuple[int, list[weakref.ref[Any]]]] = deque(maxlen=4)
 
@@ -65,6 +66,7 @@ class Run:
     def number(self) -> int:
         return -1 if self.current is None else self.current.number
 
+    @compat.outside_inference_mode()
     def hand_out(self, item: Planned, batch: Any) -> None:
         """`batch`, on the device, goes to the user."""
         self.current = item
@@ -97,6 +99,7 @@ class Run:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
+    @compat.outside_inference_mode()
     def begin(self) -> None:
         """The batch handed out last is about to go through the model, on every rank."""
         assert self.current is not None
@@ -123,6 +126,7 @@ class Run:
             x.freescale_plan = p
         self._updates = [tables.updates[x.name] for x in self.exchanges]
 
+    @compat.outside_inference_mode()
     def end(self) -> None:
         """The forward pass is over, or has failed."""
         if self._updates is None or self.current is None:
@@ -131,10 +135,12 @@ class Run:
             q, x.freescale_plan, p.before = self._last[i], None, None
             if p.used or tables.updates[x.name] != self._updates[i]:  # the gradients of the step before are applied
                 if q is not None and q.late_slot is not None:
-                    _refuse_backward(q.late_slot, int(q.step))
-                    q.late_slot = None
+                    _refuse_backward(q, "the forward pass of a later batch")
             if p.used:
-                self._last[i], self._after[i] = p, tables.updates[x.name]
+                self._last[i], self._after[i] = p, tables.backwards[x.name]
+                _take_late_gradients(x, p)
+                if p.next is not None and p.next.arrived.is_inference():  # a training step could not use it
+                    p.next.arrived = _wait(p.next.arrived).clone()
         self._updates = None
 
     # -- pending gradients ---------------------------------------------------------------------------------------
@@ -145,11 +151,11 @@ class Run:
                 yield x, q
 
     def _torn(self) -> Iterator[tuple[Exchange, steps.StepPlan]]:
-        """Where the backward pass has applied the urgent gradients but never handed over the late ones: it raised in
-        between, or was asked for the gradients of some tensors alone."""
+        """Where a backward pass has applied the urgent gradients but never handed over the late ones: it raised in
+        between, was asked for the gradients of some tensors alone, or was that of another step."""
         for x, q, after in zip(self.exchanges, self._last, self._after, strict=True):
-            if q is not None and not q.last and q.late_slot is not None and q.late_slot.grad is None:
-                if tables.updates[x.name] != after:
+            if q is not None and not q.last and q.late_slot is not None:
+                if tables.backwards[x.name] != after + q.backwards:
                     yield x, q
 
     @property
@@ -162,25 +168,22 @@ class Run:
         """The step whose backward pass was torn, -1 if none was; the ranks may differ."""
         return max((int(q.step) for _, q in self._torn()), default=-1)
 
+    @compat.outside_inference_mode()
     def apply(self) -> None:
         """Send and apply what is pending. Every rank does so at the same place."""
         transports.check()
         for x, q in self._left():
-            late = q.late()
             try:
-                torch.ops.freescale.exchange_backward(
-                    x.anchor.detach(), late.grad, *late.own, *late.counts, late.own[1].shape[0], LATE, x.name,
-                    x.group_name
-                )
+                _apply_late(x, q)
             except Exception as error:
                 self.broken = str(error)
                 raise RuntimeError(self.lost()) from error
-            q.late_slot = None
 
     def lost(self) -> str:
         """What will not be applied, in words; empty if it is nothing."""
         parts = []
-        for x, q in (*self._left(), *self._torn()):
+        left = {x: q for x, q in (*self._left(), *self._torn())}
+        for x, q in left.items():
             assert q.late_index is not None
             held, owned = q.late_index.shape[0], q.late_own[0].shape[0]
             if held or owned:
@@ -192,6 +195,12 @@ class Run:
             return f"freescale: {'; '.join(parts)} ({self.broken})"
         return f"freescale: {self.broken}" if self.all_know else ""
 
+    def over(self) -> None:
+        """Nobody will fetch late gradients any more. (The last step has none.)"""
+        for q in self._last:
+            if q is not None and not q.last and q.late_slot is not None:
+                _refuse_backward(q, "its loop has ended")
+
     def drop_arriving(self) -> None:
         """Rows that were fetched for a batch that will not come: nothing depends on them, but they must arrive."""
         for q in self._last:
@@ -199,14 +208,47 @@ class Run:
                 _wait(q.next.arrived)
 
 
-def _refuse_backward(slot: torch.Tensor, number: int) -> None:
+def _take_late_gradients(x: Exchange, p: steps.StepPlan) -> None:
+    """Each backward pass of a step is one update, as in TorchRec. So where a second one hands its late gradients over,
+    those of the first are applied, by all ranks in this very place, instead of being added to."""
+    step = weakref.ref(p)  # the graph of a loss that the user keeps must not keep plans
+
+    def take(grad: torch.Tensor) -> None:
+        q = step()
+        if q is None or q.late_slot is None:
+            return
+        now = tables.step_settings.get(x.name)
+        if q.late_slot.grad is not None:
+            tables.step_settings[x.name] = q.settings
+            _apply_late(x, q)
+            tables.step_settings[x.name] = now
+        q.settings = now
+        q.backwards += 1
+
+    assert p.late_slot is not None
+    p.late_slot.register_hook(take)
+
+
+def _apply_late(x: Exchange, p: steps.StepPlan) -> None:
+    """Send and apply the late gradients of a step, which has them. Every rank does so at the same place."""
+    late = p.late()
+    torch.ops.freescale.exchange_backward(
+        x.anchor.detach(), late.grad, *late.own, *late.counts, late.own[1].shape[0], LATE, x.name, x.group_name
+    )
+    assert p.late_slot is not None
+    p.late_slot.grad = None
+
+
+def _refuse_backward(p: steps.StepPlan, after: str) -> None:
     """A backward pass of a step whose late gradients nobody will fetch any more must not go by in silence."""
+    number, slot = int(p.step), p.late_slot
 
     def refuse(grad: torch.Tensor) -> None:
         raise RuntimeError(
-            f"freescale: backward of step {number} after the forward pass of a later batch: {grad.shape[0]} rows of "
-            "its gradients have missed their step. Call backward before the next batch goes through the model"
+            f"freescale: backward of step {number} after {after}: {grad.shape[0]} rows of its gradients have missed "
+            "their step. Call backward before the next batch goes through the model"
         )
 
-    if slot.grad is None:
-        slot.register_hook(refuse)
+    assert slot is not None
+    slot.register_hook(refuse)
+    p.late_slot = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -50,6 +51,8 @@ class StepPlan:
     late_slot: torch.Tensor | None = None  # its gradient will be the late gradients
     late_own: Tensors = ()
     late_counts: Tensors = ()
+    backwards: int = 0  # how many backward passes have handed late gradients over
+    settings: Any = None  # of the table in the backward pass whose late gradients are pending
     before: Late | None = None
     next: StepPlan | None = None
     last: bool = False  # of the loop, on every rank: no gradients are late

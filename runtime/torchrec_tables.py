@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -230,7 +230,8 @@ def _freescale_prepare(self: Any, weighted: bool, varying: bool) -> bool:
 def collection_of(module: Any) -> Collection:
     """How `module`, which `why_not` lets through, is served; made on first use."""
     if "_freescale" not in module.__dict__:
-        module.__dict__["_freescale"] = Collection(module)
+        with compat.outside_inference_mode():  # the first use may be an evaluation
+            module.__dict__["_freescale"] = Collection(module)
         module.register_state_dict_pre_hook(transports.settle)
     return module.__dict__["_freescale"]
 
@@ -326,24 +327,46 @@ def _serve(collection: Collection, features: Any, divide: bool) -> dict[str, Any
     return found
 
 
-_watching: OrderedDict[int, tuple[Callable[[], None], Callable[[], None]]] = OrderedDict()
+_watching: OrderedDict[int, tuple[list[Any], Callable[[], None], Callable[[], None]]] = OrderedDict()
 
 
-def watch_optimizers(read: Callable[[], None], load: Callable[[], None]) -> RemovableHandle:
-    """Call `read` before the state of TorchRec's optimizers is read, `load` before it is loaded."""
+def watch_optimizers(modules: list[Any], read: Callable[[], None], load: Callable[[], None]) -> RemovableHandle:
+    """Call `read` before the state of TorchRec's optimizers of these modules is read, `load` before it is loaded."""
     handle = RemovableHandle(_watching)
-    _watching[handle.id] = read, load
+    _watching[handle.id] = modules, read, load
     return handle
 
 
 def _watched(method: Any, which: int) -> Any:
     @functools.wraps(method)
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for calls in tuple(_watching.values()):
-            calls[which]()
+        for modules, *calls in tuple(_watching.values()):
+            if _updates(self, modules):
+                calls[which]()
         return method(self, *args, **kwargs)
 
     return told
+
+
+def _updates(optimizer: Any, modules: list[Any]) -> bool:
+    """Whether rows of these modules are among what the optimizer updates. The same on every rank: a collection's own
+    optimizer is there also on a rank that holds none of its rows."""
+    parts = list(_parts(optimizer))
+    for module in (m for m in modules if "_freescale" in m.__dict__):
+        held = [x.table.emb for x in module._freescale.exchanges if x.table.emb is not None]
+        for part in parts:
+            if part is module.fused_optimizer or any(getattr(part, "_emb_module", None) is emb for emb in held):
+                return True
+    return False
+
+
+def _parts(optimizer: Any) -> Iterator[Any]:
+    """An optimizer, and those that it combines or wraps."""
+    yield optimizer
+    for _, part in getattr(optimizer, "optimizers", ()):
+        yield from _parts(part)
+    if (wrapped := getattr(optimizer, "_optimizer", None)) is not None:
+        yield from _parts(wrapped)
 
 
 def teach() -> bool:

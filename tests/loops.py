@@ -41,17 +41,19 @@ def data(steps: int, first: int = 0) -> list[dict[str, torch.Tensor]]:
 class Training:
     """One model and its loop, with or without the wrapper; `losses` is everything that the loop sees."""
 
-    compiled: dict[bool, Any] = {}  # compiling costs seconds: one model for all, put back to its beginning each time
+    kind: type[nn.Module] = Model
+    # Compiling costs seconds: one model of a kind for all, put back to its beginning each time.
+    compiled: dict[tuple[type, bool], Any] = {}
 
     def __init__(self, wrapped: bool) -> None:
         self.wrapped = wrapped
-        if wrapped not in self.compiled:
-            model = Model()
+        if (self.kind, wrapped) not in self.compiled:
+            model = self.kind()
             run = torch.compile(
                 model, backend="freescale", fullgraph=True, options={"codegen": "eager", "strict": True}
             )
-            self.compiled[wrapped] = run, model, {k: v.clone() for k, v in model.state_dict().items()}
-        self.run, self.model, beginning = self.compiled[wrapped]
+            self.compiled[self.kind, wrapped] = run, model, {k: v.clone() for k, v in model.state_dict().items()}
+        self.run, self.model, beginning = self.compiled[self.kind, wrapped]
         self.model.load_state_dict(beginning)
         self.model.train()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
@@ -91,9 +93,9 @@ def threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("freescale")]
 
 
-def compare(loop: Any) -> Training:
+def compare(loop: Any, training: type[Training] = Training) -> Training:
     """`loop(training)` with and without the wrapper: same losses, same weights; no thread stays behind."""
-    plain, wrapped = Training(False), Training(True)
+    plain, wrapped = training(False), training(True)
     loop(plain)
     loop(wrapped)
     assert plain.losses == wrapped.losses, (loop.__name__, plain.losses, wrapped.losses)
