@@ -154,6 +154,34 @@ def current_compile_id() -> str:
     return str(current) if current is not None else "?/0"
 
 
+def options_of(compiled: Any) -> dict[str, Any]:
+    """The `options` that torch.compile(..., backend="freescale", options=...) was given; none for another backend.
+
+    `compiled` is what torch.compile returned, or a module on which .compile(...) was called.
+    """
+    compiled = getattr(compiled, "_compiled_call_impl", None) or compiled
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is None and hasattr(compiled, "get_compiler_config"):  # a function: its context is in a closure
+        cells = [cell.cell_contents for cell in compiled.get_compiler_config.__closure__ or ()]
+        context = next((c for c in cells if hasattr(c, "callback")), None)
+    return _options_of_backend(getattr(context, "callback", None))
+
+
+def options_while_tracing() -> dict[str, Any]:
+    """The same, of the compilation for which Dynamo is tracing now; none where it is not."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator, tls
+
+    tracing = getattr(tls, "current_tx", None)
+    return _options_of_backend(InstructionTranslator.current_tx().output.compiler_fn) if tracing else {}
+
+
+def _options_of_backend(backend: Any) -> dict[str, Any]:
+    while hasattr(backend, "_torchdynamo_orig_backend"):  # Dynamo's wrappers
+        backend = backend._torchdynamo_orig_backend
+    ours = getattr(backend, "compiler_name", "") == "freescale"
+    return dict(backend.kwargs.get("options") or {}) if ours else {}
+
+
 def graph_breaks() -> dict[str, int]:
     """Reason and number of Dynamo's graph breaks in this process."""
     from torch._dynamo.utils import counters
@@ -355,6 +383,25 @@ def fresh_caches() -> Iterator[None]:
         yield
 
 
+def _test_options() -> None:
+    from torch._dynamo.symbolic_convert import tls  # noqa: F401
+
+    given: Any = {"strict": True}
+    module = torch.nn.Identity()
+    compiled: Any = torch.compile(module, backend=_Named(), options=given)
+    assert options_of(compiled) == options_of(torch.compile(len, backend=_Named(), options=given)) == given
+    assert options_of(torch.compile(module, backend="eager")) == options_of(module) == {}
+
+
+class _Named:
+    """A backend of our name, for the self test: it compiles nothing."""
+
+    __name__ = "freescale"
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        return gm.forward
+
+
 def self_test() -> None:
     """Raise if a private API that we use is gone. Cheap, needs no process group."""
     import torch._dynamo.config as dynamo
@@ -393,6 +440,7 @@ def self_test() -> None:
     torch._dynamo.mark_static(marked)
     assert marked._dynamo_static_indices == {0}  # type: ignore[attr-defined]
     assert callable(torch._logging.trace_structured)
+    _test_options()
     torch._guards.CompileContext.current_compile_id()
     backport_empty_grids()
     backport_fake_of_fake()

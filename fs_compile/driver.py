@@ -91,7 +91,7 @@ class Driver(compat.CustomGraphPass):
         found = exchanges(graph)
         REPORT.exchanges[way] += len(found)
         if found:
-            _agree_on_launches(way, graph, found)
+            _agree_on_launches(way, graph, found, self.cfg.timeout)
             gm.recompile()
         if self.cfg.codegen == "inductor":  # torch itself runs a graph in its order
             compat.bind_order(graph, bindings(graph))
@@ -118,13 +118,13 @@ class Driver(compat.CustomGraphPass):
             observer(way, name, graph)
 
 
-def _agree_on_launches(way: str, graph: fx.Graph, found: list[Exchange]) -> None:
+def _agree_on_launches(way: str, graph: fx.Graph, found: list[Exchange], timeout: float) -> None:
     """The graph itself asks the other ranks, once, whether they launch the same in the same order."""
     first = found[0].launch
     with graph.inserting_before(first):
         node = graph.call_function(
             torch.ops.freescale.agree.default,
-            (first.args[0], "; ".join([way, *map(_carried, found)]), argument(first, "group_name")),
+            (first.args[0], "; ".join([way, *map(_carried, found)]), argument(first, "group_name"), timeout),
         )
     node.meta["val"] = None
 

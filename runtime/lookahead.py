@@ -46,7 +46,8 @@ class LookaheadLoader:
                up to two steps ahead, so the loader must not write into a batch that it has given away. One with a state
                (`state_dict`, `load_state_dict`) is asked for it at every batch: see `state_dict` below
     model      what torch.compile(model, backend="freescale") returned
-    strict     loaders of different length on different ranks are an error instead of a warning; None: FREESCALE_STRICT
+    strict     loaders of different length on different ranks are an error instead of a warning; None: as the model was
+               compiled (its option "strict", else FREESCALE_STRICT)
     balance    True, or BalanceOptions: before a batch is planned, samples move between the ranks so that all have the
                same work, each as many samples as before. Parts of a batch are cut by sample: KeyedJaggedTensors,
                tensors [samples, ...], 1-D tensors `x` beside `x_lengths` or `x_offsets`, lists of one object per
@@ -78,7 +79,8 @@ class LookaheadLoader:
                 f"found {type(model).__name__}"
             )
         self.loader, self.model = loader, model
-        self.strict = config.load().strict if strict is None else strict
+        self._settings = _settings_of(model)
+        self.strict = self._settings.strict if strict is None else strict
         self.exchanges = order.exchanges_of(model)
         if not self.exchanges:
             raise ValueError("freescale: the model has no sharded table that a LookaheadLoader could plan for")
@@ -88,7 +90,7 @@ class LookaheadLoader:
                     f"freescale: table {x.name} is sharded over a part of the ranks; a LookaheadLoader plans for "
                     "tables that are sharded over all of them"
                 )
-        self._tables = order.tables_of(self.exchanges)
+        self._tables = order.tables_of(self.exchanges, self._settings.link_gbps)
         self._stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
         if not isinstance(balance, (bool, BalanceOptions)):
             raise TypeError(f"freescale: balance must be True, False or BalanceOptions, found {type(balance).__name__}")
@@ -176,7 +178,8 @@ class LookaheadLoader:
     def __iter__(self) -> Iterator[Any]:
         self._stats.clear()
         self._balance_stats.clear()
-        run, unsaid = self._tables.enter(self.model, self.exchanges), False
+        timeout = self._settings.timeout
+        run, unsaid = self._tables.enter(self.model, self.exchanges, timeout), False
         self._open = True
 
         def close() -> None:
@@ -187,7 +190,7 @@ class LookaheadLoader:
         try:
             group = self._tables.planning_group()
             balancer = self._balancer(group)
-            planner = Planner(self.loader, self.exchanges, group, self.strict, balancer)
+            planner = Planner(self.loader, self.exchanges, group, self.strict, timeout, balancer)
             run.stop_planning = planner.stop
             while (item := planner.take()) is not None:
                 self._tables.must_be_on_top(run)
@@ -219,3 +222,11 @@ class LookaheadLoader:
         for exchange, p in zip(self.exchanges, item.plans, strict=True):
             self._stats.append({"step": item.number, "exchange": exchange.name, **p.stats})
         return batch
+
+
+def _settings_of(model: torch.nn.Module) -> config.Config:
+    """As the model is compiled. Options that are wrong are the backend's to refuse, so that every rank hears of it."""
+    try:
+        return config.load(compat.options_of(model))
+    except config.ConfigError:
+        return config.load()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from freescale import compat, config
+from freescale import compat
 from freescale.kernels import launches, links, transports
 from freescale.runtime import torchrec_tables
 from freescale.runtime.exchange import Exchange
@@ -46,7 +46,7 @@ class Said(NamedTuple):
 class Tables:
     """The loops over a model's tables, the innermost last, and the hooks that see its uses."""
 
-    def __init__(self, exchanges: list[Exchange]) -> None:
+    def __init__(self, exchanges: list[Exchange], link_gbps: float) -> None:
         self.runs: list[Run] = []
         self.loops = 0
         # Groups of their own: nothing here comes between the collectives of the training. The first is for meetings;
@@ -57,7 +57,7 @@ class Tables:
         training = compat.group_by_name(exchanges[0].group_name)
         self._background = dist.new_group(timeout=compat.timeout_of(training))
         device = exchanges[0].anchor.device
-        speed = links.measure(self._background, device, config.load().link_gbps)
+        speed = links.measure(self._background, device, link_gbps)
         log.info("the link carries %.3g Gbit/s per rank", speed * 8 / 1e9)
         self._hooks: dict[torch.nn.Module, list[Any]] = {}
         self._inside = False  # a call of the compiled model
@@ -73,12 +73,12 @@ class Tables:
 
     # -- loops ---------------------------------------------------------------------------------------------------
 
-    def enter(self, model: torch.nn.Module, exchanges: list[Exchange]) -> Run:
+    def enter(self, model: torch.nn.Module, exchanges: list[Exchange], timeout: float) -> Run:
         self._say()
         if self.runs:
             self.flush()
         self.loops += 1
-        run = Run(exchanges, self.loops)
+        run = Run(exchanges, self.loops, timeout)
         self.runs.append(run)
         if model not in self._hooks:
             self._hooks[model] = self._hook(model, exchanges)
@@ -172,7 +172,7 @@ class Tables:
     def _hear(self, run: Run, kind: int, came: int) -> list[Said]:
         used = run.current is not None and run.current.used
         mine = Said(kind, run.loop, run.number, used, run.pending, run.torn, came)
-        timeout = config.load().timeout if kind in (FLUSH, CLOSE) else None
+        timeout = run.timeout if kind in (FLUSH, CLOSE) else None
         if run.closed:
             raise RuntimeError("freescale: this LookaheadLoader's loop has ended: the ranks were not at the same place")
         if run.broken is None and not dist.is_initialized():
@@ -336,9 +336,9 @@ def _exchanges(module: torch.nn.Module) -> list[Exchange]:
 _of: weakref.WeakKeyDictionary[Exchange, Tables] = weakref.WeakKeyDictionary()
 
 
-def tables_of(exchanges: list[Exchange]) -> Tables:
+def tables_of(exchanges: list[Exchange], link_gbps: float) -> Tables:
     """One for all models that share a table."""
-    found = next((_of[x] for x in exchanges if x in _of), None) or Tables(exchanges)
+    found = next((_of[x] for x in exchanges if x in _of), None) or Tables(exchanges, link_gbps)
     for x in exchanges:
         if _of.setdefault(x, found) is found:
             found.carry_behind(x)

@@ -42,8 +42,8 @@ class Planned:
 class Run:
     """The state of one loop."""
 
-    def __init__(self, exchanges: list[Exchange], loop: int) -> None:
-        self.exchanges, self.loop = exchanges, loop
+    def __init__(self, exchanges: list[Exchange], loop: int, timeout: float) -> None:
+        self.exchanges, self.loop, self.timeout = exchanges, loop, timeout
         self.current: Planned | None = None  # handed out last
         self.closed = False  # all ranks have agreed that it ends
         self.broken: str | None = None  # why the ranks can agree on nothing any more

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale import compat, config
+from freescale import compat
 from freescale.kernels import asking, plan
 from freescale.runtime import batches, steps
 from freescale.runtime.balancing import Balancer
@@ -40,10 +40,11 @@ class Planner:
         exchanges: list[Exchange],
         group: dist.ProcessGroup,
         strict: bool,
+        timeout: float,
         balancer: Balancer | None,
     ) -> None:
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
-        self.balancer = balancer
+        self.timeout, self.balancer = timeout, balancer
         self._abandoned = False
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # load one more batch, or stop
         self._ready: queue.SimpleQueue[Planned | BaseException | None] = queue.SimpleQueue()
@@ -69,7 +70,7 @@ class Planner:
         for _ in range(more):
             self._orders.put(True)
         self._orders.put(False)
-        limit = config.load().timeout if together else 1.0
+        limit = self.timeout if together else 1.0
         self._thread.join(limit)
         if self._thread.is_alive() and together:
             log.warning("freescale: the loader of a loop that has ended is still loading a batch after %g s", limit)
