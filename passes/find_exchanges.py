@@ -174,14 +174,21 @@ def _is_update(user: fx.Node, of: fx.Node) -> bool:
     return _has_fixed_rows(user) and _ends_outside(user)
 
 
-def _ends_outside(node: fx.Node) -> bool:
+def _ends_outside(start: fx.Node) -> bool:
     """The scattered sum leaves the graph as a gradient or goes back into a table: nothing computes with it.
 
     Other gradients of the same table, from a second lookup, may be added.
     """
-    for user in node.users:
-        if user.op == "output" or user.target is aten.copy_.default:
-            continue
-        if user.target not in MOVES | SCALES | {aten.add.Tensor} or not _ends_outside(user):
+    todo, seen = [start], {start}
+    while todo:
+        node = todo.pop()
+        if not node.users:
             return False
-    return bool(node.users)
+        for user in node.users:
+            if user.op == "output" or user.target is aten.copy_.default or user in seen:
+                continue
+            if user.target not in MOVES | SCALES | {aten.add.Tensor}:
+                return False
+            seen.add(user)
+            todo.append(user)
+    return True
