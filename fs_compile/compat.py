@@ -7,6 +7,8 @@ support.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -194,6 +196,15 @@ def is_ddp_break(reason: str) -> bool:
     return "set_runtime_stats_and_log" in reason or "_inside_ddp_forward" in reason
 
 
+def log_once(name: str) -> None:
+    """Lines of a log to which TORCH_LOGS gave a handler do not go to the root's handlers too, as with torch's own."""
+    from torch._logging._internal import _is_torch_handler
+
+    log = logging.getLogger(name)
+    if any(map(_is_torch_handler, log.handlers)):
+        log.propagate = False
+
+
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """A file in tlparse's report (TORCH_TRACE)."""
     torch._logging.trace_structured(
@@ -217,13 +228,25 @@ def autograd_inside_op() -> Iterator[None]:
 # ---- Inductor ----------------------------------------------------------------------------------------------
 
 
-def compile_with_inductor(
-    gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass
-) -> Callable[..., Any]:
-    """Compile; `post_pass` sees the post-grad graphs of the forward and of the lazily compiled backward."""
-    from torch._inductor.compile_fx import compile_fx
+# Called around the compilation of each graph: with the graph, and with what compiles it or takes it from a cache.
+Watch = Callable[[fx.GraphModule, Callable[[], Any]], Any]
 
-    return compile_fx(gm, inputs, config_patches=_patches(post_pass))  # type: ignore[return-value]
+
+def compile_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass, watch: Watch, traced_anew: bool
+) -> Callable[..., Any]:
+    """Compile; `post_pass` sees the post-grad graphs of the forward and of the lazily compiled backward.
+
+    `traced_anew`: AOTAutograd's cache is left alone, so that each graph is looked up by itself, under `watch`.
+    """
+    import torch._functorch.config as functorch
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_one(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return watch(gm, lambda: compile_fx_inner(gm, inputs, **kwargs))
+
+    with functorch.patch(enable_autograd_cache=False) if traced_anew else contextlib.nullcontext():
+        return compile_fx(gm, inputs, inner_compile=compile_one, config_patches=_patches(post_pass))  # type: ignore
 
 
 def compile_with_interpreter(
@@ -275,6 +298,31 @@ def _interpret(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Call
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def cache_hits() -> int:
+    """Graphs whose code came out of Inductor's cache so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"]
+
+
+def whole_hits() -> int:
+    """Graphs that came, with their backward if they have one, out of AOTAutograd's cache so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def cache_key(compiled: Any) -> str | None:
+    """Of what Inductor made of a graph; None where it was not looked up."""
+    return getattr(compiled, "_fx_graph_cache_key", None)
+
+
+def cache_dir() -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
 
 
 def no_modes() -> Any:
@@ -407,8 +455,9 @@ def self_test() -> None:
     import torch._dynamo.config as dynamo
     import torch.fx.experimental._config as shapes
     from torch._inductor import config, ir
-    from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx  # noqa: F401
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, compile_fx_inner  # noqa: F401
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering  # noqa: F401
+    from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.utils import fresh_cache  # noqa: F401
     from torch._inductor.virtualized import V
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -440,6 +489,9 @@ def self_test() -> None:
     torch._dynamo.mark_static(marked)
     assert marked._dynamo_static_indices == {0}  # type: ignore[attr-defined]
     assert callable(torch._logging.trace_structured)
+    log_once("freescale")
+    assert "_fx_graph_cache_key" in {f.name for f in dataclasses.fields(CompiledFxGraph)}
+    assert cache_hits() >= 0 and whole_hits() >= 0 and cache_dir()
     _test_options()
     torch._guards.CompileContext.current_compile_id()
     backport_empty_grids()

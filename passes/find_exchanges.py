@@ -67,6 +67,11 @@ def find_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
     return len(found)
 
 
+def count_exchanges(graph: fx.Graph) -> int:
+    """How many would be marked."""
+    return sum(_exchange(n) is not None for n in graph.nodes)
+
+
 def _exchange(node: fx.Node) -> Exchange | None:
     if node.target is fs.exchange_forward.default:
         return _ours("composite", "rows", node, node)
