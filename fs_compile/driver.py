@@ -1,7 +1,11 @@
 """Runs the passes on one post-grad graph: order, toggling, lint, timing, one log line, one artifact each.
 
 The driver is what Inductor calls, for the forward and for the backward graph. On a hit in torch's caches it
-does not run, so it has no effect but on the graph, and its `uuid` covers our sources and the configuration.
+does not run, so it has no effect but on the graph, and its `uuid` covers our sources and the configuration. What it did
+is kept beside the cached code (graph_records.py) and told again on a hit.
+
+The speed of the link is not in the `uuid`: it is measured anew in every process, and decides only where launches stand
+among the compute. Code that was placed for a slower link computes the same.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -20,11 +24,13 @@ from torch import fx
 import freescale.kernels
 import freescale.passes
 import freescale.runtime
-from freescale import compat
+from freescale import compat, graph_records, progress
 from freescale.config import Config
-from freescale.kernels import links, transports
+from freescale.graph_records import GraphRecord
+from freescale.kernels import transports
 from freescale.kernels.ops import COPYING
 from freescale.passes.facts import CannotApply, Exchange, argument, exchanges
+from freescale.passes.find_exchanges import count_exchanges
 from freescale.passes.graph_text import graph_text
 from freescale.passes.overlap_attention import bindings
 
@@ -39,6 +45,7 @@ class Report:
 
     seconds: float = 0.0
     graphs: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
+    from_cache: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})  # not passed over again
     exchanges: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
     refused: list[str] = field(default_factory=list)
 
@@ -69,62 +76,106 @@ def _source_hash() -> str:
 class Driver(compat.CustomGraphPass):
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
+        self._record: GraphRecord | None = None  # of the graph that was passed over last
 
     def uuid(self) -> str:
         settings = sorted(asdict(self.cfg).items())
-        return f"{_source_hash()} {settings} {links.rounded()} {transports.surroundings()}"
+        return f"{_source_hash()} {settings} {transports.surroundings()}"
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = cast(fx.GraphModule, graph.owning_module)
-        way = direction(graph)
-        REPORT.graphs[way] += 1
-        self._tell(way, "before", graph)
+        record = self._record = GraphRecord(direction(graph))
+        REPORT.graphs[record.way] += 1
+        self._tell(record, "before", graph)
         enabled = self.cfg.enabled_passes()
         for name, apply in freescale.passes.PASSES:
             if name in enabled:
                 start = time.perf_counter()
-                sites = self._run(name, apply, gm)
+                record.sites[name] = self._run(record, name, apply, gm)
                 spent = time.perf_counter() - start
                 REPORT.seconds += spent
-                log.info("%s %s: %d sites, %.1f ms", way, name, sites, spent * 1e3)
-                self._tell(way, name, gm.graph)
+                log.info("%s %s: %d sites, %.1f ms", record.way, name, record.sites[name], spent * 1e3)
+                self._tell(record, name, gm.graph)
         found = exchanges(graph)
-        REPORT.exchanges[way] += len(found)
+        record.exchanges = len(found)
+        _count(record)
         if found:
-            _agree_on_launches(way, graph, found)
+            _agree_on_launches(record.way, graph, found, self.cfg.timeout)
             gm.recompile()
         if self.cfg.codegen == "inductor":  # torch itself runs a graph in its order
             compat.bind_order(graph, bindings(graph))
 
-    def _run(self, name: str, apply: freescale.passes.Pass, gm: fx.GraphModule) -> int:
+    def watch(self, gm: fx.GraphModule, compile_graph: Callable[[], Any]) -> Any:
+        """Around the compilation of one graph: what is said of it, and kept for when it comes out of a cache."""
+        way, n = direction(gm.graph), count_exchanges(gm.graph)
+        progress.say(f"compiling the {way} graph ({n} exchange{'s' * (n != 1)}); this can take a minute")
+        self._record, hits, start = None, compat.cache_hits(), time.perf_counter()
+        compiled = compile_graph()
+        spent, key = time.perf_counter() - start, compat.cache_key(compiled)
+        if compat.cache_hits() > hits:
+            progress.say(f"the {way} graph came out of torch's cache after {spent:.1f} s")
+            self._from_cache(way, key)
+        else:
+            progress.say(f"the {way} graph is compiled after {spent:.1f} s")
+            if self._record is not None and key is not None:
+                graph_records.keep(key, self._record)
+        return compiled
+
+    def came_whole(self, trained: bool) -> None:
+        """A graph without collectives came out of AOTAutograd's cache, with its backward graph if it is trained."""
+        for way in ("forward", "backward") if trained else ("forward",):
+            REPORT.from_cache[way] += 1
+            log.info("the %s graph, which has no collectives, came out of torch's cache", way)
+
+    def _from_cache(self, way: str, key: str | None) -> None:
+        REPORT.from_cache[way] += 1
+        record = graph_records.recall(key) if key is not None else None
+        if record is None:
+            log.info("what the passes did to the %s graph when it was compiled is not known here", way)
+            return
+        _count(record)
+        for name, text in record.texts.items():
+            if name in record.sites:
+                log.info("%s %s: %d sites, from torch's cache", way, name, record.sites[name])
+            compat.trace_artifact(f"freescale_{way}_{name}", lambda text=text: text)  # type: ignore[misc]
+
+    def _run(self, record: GraphRecord, name: str, apply: freescale.passes.Pass, gm: fx.GraphModule) -> int:
         try:
             sites = apply(gm, self.cfg)
         except CannotApply as why:
             if self.cfg.strict:
                 raise
-            message = f"{name} does not apply: {why}"
-            REPORT.refused.append(message)
-            if message not in _said:
-                _said.add(message)
-                log.warning(message)
+            record.refused.append(f"{name} does not apply: {why}")
             return 0
         gm.graph.lint()
         gm.recompile()
         return sites
 
-    def _tell(self, way: str, name: str, graph: fx.Graph) -> None:
-        compat.trace_artifact(f"freescale_{way}_{name}", lambda: graph_text(graph))
+    def _tell(self, record: GraphRecord, name: str, graph: fx.Graph) -> None:
+        compat.trace_artifact(f"freescale_{record.way}_{name}", lambda: graph_text(graph))
+        if self.cfg.codegen == "inductor":
+            record.texts[name] = graph_text(graph)
         for observer in list(_observers):
-            observer(way, name, graph)
+            observer(record.way, name, graph)
 
 
-def _agree_on_launches(way: str, graph: fx.Graph, found: list[Exchange]) -> None:
+def _count(record: GraphRecord) -> None:
+    """Into the report, and into the log what did not apply."""
+    REPORT.exchanges[record.way] += record.exchanges
+    REPORT.refused += record.refused
+    for message in record.refused:
+        if message not in _said:
+            _said.add(message)
+            log.warning(message)
+
+
+def _agree_on_launches(way: str, graph: fx.Graph, found: list[Exchange], timeout: float) -> None:
     """The graph itself asks the other ranks, once, whether they launch the same in the same order."""
     first = found[0].launch
     with graph.inserting_before(first):
         node = graph.call_function(
             torch.ops.freescale.agree.default,
-            (first.args[0], "; ".join([way, *map(_carried, found)]), argument(first, "group_name")),
+            (first.args[0], "; ".join([way, *map(_carried, found)]), argument(first, "group_name"), timeout),
         )
     node.meta["val"] = None
 

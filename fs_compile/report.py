@@ -10,8 +10,10 @@ from freescale import compat
 def report() -> dict[str, Any]:
     """Graphs, recompilations, graph breaks and exchanges of this process.
 
-    A graph that came out of torch's caches was not passed over again, so its exchanges are not counted. DDP's wrapper,
-    which Dynamo cannot trace, breaks the graph around the model but not inside it; those breaks are counted apart.
+    A graph that came out of torch's cache (`graphs_from_cache`) was not passed over again: its exchanges, and what was
+    refused, are those of when it was compiled, kept beside torch's cache on the disk. Where that is missing, as after a
+    hit in a remote cache, they are not counted. DDP's wrapper, which Dynamo cannot trace, breaks the graph around the
+    model but not inside it; those breaks are counted apart.
     """
     from freescale.backend import COMPILED
     from freescale.driver import REPORT
@@ -23,6 +25,7 @@ def report() -> dict[str, Any]:
         "recompiles": sum(n - 1 for n in COMPILED.values()),
         "graph_breaks": sum(breaks.values()) - ddp,
         "graph_breaks_of_ddp": ddp,
+        "graphs_from_cache": dict(REPORT.from_cache),
         "exchanges": dict(REPORT.exchanges),
         "pass_seconds": REPORT.seconds,
         "refused": list(REPORT.refused),

@@ -1,11 +1,12 @@
 """How fast a process group carries an all-to-all, measured once per group, at start-up.
 
-Passes read `speed`; they never measure, since a pass may run on one rank alone (the others had a cache hit).
+Passes read `speed`; they never measure, since a pass may run on one rank alone (the others had a cache hit). It differs
+a little in every process, so compiled code that comes out of a cache was made for another value: nothing but where
+launches stand among the compute may depend on it.
 """
 
 from __future__ import annotations
 
-import math
 import time
 
 import torch
@@ -27,11 +28,6 @@ def measure(group: dist.ProcessGroup, device: torch.device, gbps: float = 0.0) -
 
 def of(group_name: str) -> float:
     return speed.get(group_name, ASSUMED)
-
-
-def rounded() -> str:
-    """The speeds to a factor of two: what compiled code may depend on without being compiled anew all the time."""
-    return " ".join(f"{name}:2^{round(math.log2(s))}" for name, s in sorted(speed.items()))
 
 
 def _probe(group: dist.ProcessGroup, device: torch.device) -> float:

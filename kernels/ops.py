@@ -62,7 +62,7 @@ for _name in COPYING:
         "str table, str group_name) -> Tensor"
     )
 lib.define("sum_rows(Tensor x, Tensor order, Tensor ends) -> Tensor")
-lib.define("agree(Tensor(a!) first, str launches, str group_name) -> ()")
+lib.define("agree(Tensor(a!) first, str launches, str group_name, float timeout) -> ()")
 lib.define(
     "update_(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, int priority, str table) -> Tensor"
 )
@@ -139,7 +139,7 @@ def _update_(token, grad, rows, order, ends, priority, table):
 
 
 @torch.library.register_fake("freescale::agree", lib=lib)
-def _agree(first, launches, group_name):
+def _agree(first, launches, group_name, timeout):
     # It changes nothing. Calling `first` changed keeps the op in the graph, before whoever reads `first` next.
     return None
 

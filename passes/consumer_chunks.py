@@ -11,6 +11,7 @@ of the result seen as [ranks, rows per rank, ...].
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -131,13 +132,14 @@ def _places(user: fx.Node) -> tuple[int, list[tuple[fx.Node, int, int]]] | None:
 
 def _needed(node: fx.Node, order: dict[fx.Node, int]) -> int | None:
     """The place of the first node that computes with `node`, seen through views; None if nothing does."""
-    found = []
-    for user in node.users:
-        if user.target in VIEWS or user.target is aten.clone.default:
-            found.append(_needed(user, order))
-        else:
-            found.append(order[user])
-    return min((f for f in found if f is not None), default=None)
+    found, todo = [], [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.target in VIEWS or user.target is aten.clone.default:
+                todo.append(user)
+            else:
+                found.append(order[user])
+    return min(found, default=None)
 
 
 def apply(graph: fx.Graph, cut: Cut) -> None:
@@ -176,9 +178,23 @@ def apply(graph: fx.Graph, cut: Cut) -> None:
 
 
 def _erase_unused(graph: fx.Graph, of: fx.Node) -> None:
-    for user in list(of.users):
-        _erase_unused(graph, user)
-        graph.erase_node(user)
+    """All that is made of a node: nothing needs it any more."""
+    unused, todo = {of}, [of]
+    while todo:
+        new = [u for u in todo.pop().users if u not in unused]
+        unused.update(new)
+        todo += new
+    unused.remove(of)
+    for node in reversed(graph.nodes):
+        if node in unused:
+            graph.erase_node(node)
+
+
+def bytes_of_row(x: Exchange) -> int:
+    """What is known of a row's size: a fact of the graph, the same on every rank, unlike the number of rows."""
+    value = x.launch.meta["val"]
+    known = [s for s in value.shape[1:] if isinstance(s, int)]
+    return int(value.element_size() * math.prod(known))
 
 
 class _Maker:

@@ -67,6 +67,11 @@ def find_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
     return len(found)
 
 
+def count_exchanges(graph: fx.Graph) -> int:
+    """How many would be marked."""
+    return sum(_exchange(n) is not None for n in graph.nodes)
+
+
 def _exchange(node: fx.Node) -> Exchange | None:
     if node.target is fs.exchange_forward.default:
         return _ours("composite", "rows", node, node)
@@ -174,14 +179,21 @@ def _is_update(user: fx.Node, of: fx.Node) -> bool:
     return _has_fixed_rows(user) and _ends_outside(user)
 
 
-def _ends_outside(node: fx.Node) -> bool:
+def _ends_outside(start: fx.Node) -> bool:
     """The scattered sum leaves the graph as a gradient or goes back into a table: nothing computes with it.
 
     Other gradients of the same table, from a second lookup, may be added.
     """
-    for user in node.users:
-        if user.op == "output" or user.target is aten.copy_.default:
-            continue
-        if user.target not in MOVES | SCALES | {aten.add.Tensor} or not _ends_outside(user):
+    todo, seen = [start], {start}
+    while todo:
+        node = todo.pop()
+        if not node.users:
             return False
-    return bool(node.users)
+        for user in node.users:
+            if user.op == "output" or user.target is aten.copy_.default or user in seen:
+                continue
+            if user.target not in MOVES | SCALES | {aten.add.Tensor}:
+                return False
+            seen.add(user)
+            todo.append(user)
+    return True

@@ -78,7 +78,7 @@ def predecessors(nodes: Order, late_launches: Order, early_launches: Order) -> d
             last = node
 
     background = {*late_launches, *early_launches}
-    collectives = [n for n in nodes if _is_collective(n) and n not in background]
+    collectives = [n for n in nodes if is_collective(n) and n not in background]
     chain([*collectives, *late_launches, *early_launches])
     chain(n for n in nodes if _is_random(n))
     _keep_mutations(nodes, before)
@@ -88,7 +88,7 @@ def predecessors(nodes: Order, late_launches: Order, early_launches: Order) -> d
     return before
 
 
-def _is_collective(node: fx.Node) -> bool:
+def is_collective(node: fx.Node) -> bool:
     """Every rank must start it at the same place among the others. Waits are not: they are about this rank."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or node.target is WAIT:
         return False
@@ -267,10 +267,20 @@ class _Scheduler:
         return max(arrival, (arrival + min(end, end * (1 + BACKWARD) - follows)) / 2)
 
     def _emit(self, node: fx.Node) -> None:
+        """A node, and before it what must run before it, the first of its inputs first."""
         if node in self.done:
             return
-        for n in self.before[node]:
-            self._emit(n)
+        path = [(node, iter(self.before[node]))]
+        while path:
+            node, earlier = path[-1]
+            missing = next((n for n in earlier if n not in self.done), None)
+            if missing is not None:
+                path.append((missing, iter(self.before[missing])))
+            else:
+                path.pop()
+                self._run(node)
+
+    def _run(self, node: fx.Node) -> None:
         if node in self.of_wait:
             self.now = max(self.now, self.wire.arrival[self.of_wait[node].launch])
         self.now += self.seconds[node]
@@ -295,10 +305,36 @@ def _waits(launch: fx.Node) -> Order:
 
 
 def bindings(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Per node those that must have run: what pins launches and waits to their place among the compute.
+    """Per node those that must have run: what pins launches and waits to their place among the compute, and every
+    collective behind the one before it.
 
     Only kernels of their own are named (cost.is_compute): pointwise work stays free to be fused.
     """
+    found = _places(graph)
+    for node, before in _in_turn(graph).items():
+        if before not in found.setdefault(node, []):
+            found[node].append(before)
+    return {n: found[n] for n in graph.nodes if n in found}
+
+
+def _in_turn(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Per collective the one before it, where data flow does not say so: a compiler, which looks at this rank's sizes,
+    would be free to start the two in either order."""
+    found: dict[fx.Node, fx.Node] = {}
+    last: fx.Node | None = None
+    behind: set[fx.Node] = set()  # nodes that run after it anyway
+    for node in graph.nodes:
+        if any(n in behind for n in node.all_input_nodes):
+            behind.add(node)
+        if is_collective(node):
+            if last is not None and node not in behind:
+                found[node] = last
+            if result := _results([node]):
+                last, behind = result[0], {node}
+    return found
+
+
+def _places(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     found: dict[fx.Node, list[fx.Node]] = {}
     pin: fx.Node | None = None
     behind: set[fx.Node] = set()  # nodes that run after the last pin anyway
@@ -318,11 +354,11 @@ def bindings(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _results(nodes: Order) -> Order:
-    """Of a node with several results the first that is used: only single tensors can be named."""
+    """Of a node with several results the first that is used: only single tensors can be named. Of one without, none."""
     found = []
     for node in nodes:
         if isinstance(node.meta.get("val"), (tuple, list)):
             found += [u for u in node.users if u.target is operator.getitem][:1]
-        else:
+        elif node.meta.get("val") is not None:
             found.append(node)
     return found

@@ -23,7 +23,7 @@ from torch import fx
 from freescale import compat
 from freescale.config import Config
 from freescale.kernels import reference
-from freescale.passes import consumer_chunks, cost
+from freescale.passes import consumer_chunks
 from freescale.passes.facts import KEY, ORIGIN, CannotApply, Exchange, exchanges, first_user, wait_of
 
 REFERENCES: dict[Any, Callable[..., Any]] = {
@@ -38,7 +38,7 @@ def split_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
     for x in sites:
         if x.launch.kwargs:
             raise CannotApply(f"{x.launch.name} is called with keywords")
-    plain = [x for x in exchanges(gm.graph) if x.kind == "plain" and cost.hint(x.bytes) >= cfg.min_bytes]
+    plain = [x for x in exchanges(gm.graph) if x.kind == "plain" and consumer_chunks.bytes_of_row(x) >= cfg.min_bytes]
     cuts = [cut for x in plain if (cut := consumer_chunks.plan(x)) is not None]
     for x in sites:
         _open(gm.graph, x)

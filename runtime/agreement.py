@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from freescale import compat, config
+from freescale import compat
 from freescale.kernels.ops import lib
 
 _KEY = "freescale/agree"
@@ -65,11 +65,11 @@ def agree(settings: dict[str, object], timeout: float, group_name: str | None = 
 _same_launches: set[str] = set()
 
 
-def _agree(first: torch.Tensor, launches: str, group_name: str) -> None:
+def _agree(first: torch.Tensor, launches: str, group_name: str, timeout: float) -> None:
     """In a graph, before its first launch. The text is part of the compiled code, so it also comes out of a cache."""
     if launches not in _same_launches:
         way, *names = launches.split("; ")
-        agree({f"what the {way} graph launches": names}, config.load().timeout, group_name)
+        agree({f"what the {way} graph launches": names}, timeout, group_name)
         _same_launches.add(launches)
 
 

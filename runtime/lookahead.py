@@ -48,7 +48,8 @@ class LookaheadLoader:
     model      compiled: by model.compile(backend="freescale"), by torch.compile (what it returned), or in parts: not
                compiled itself, with compiled modules in it, as DistributedModelParallel around a compiled model. What
                a step calls is the compiled part, through the model or not; if there are several, it is the model
-    strict     loaders of different length on different ranks are an error instead of a warning; None: FREESCALE_STRICT
+    strict     loaders of different length on different ranks are an error instead of a warning; None: as the model was
+               compiled (its option "strict", else FREESCALE_STRICT)
     balance    True, or BalanceOptions: before a batch is planned, samples move between the ranks so that all have the
                same work, each as many samples as before. Parts of a batch are cut by sample: KeyedJaggedTensors,
                tensors [samples, ...], 1-D tensors `x` beside `x_lengths` or `x_offsets`, lists of one object per
@@ -75,7 +76,8 @@ class LookaheadLoader:
     ) -> None:
         self._parts = parts.compiled_parts(model)
         self.loader, self.model = loader, model
-        self.strict = config.load().strict if strict is None else strict
+        self._settings = _settings_of(self._parts[0])
+        self.strict = self._settings.strict if strict is None else strict
         self.exchanges = list(dict.fromkeys(x for part in self._parts for x in order.exchanges_of(part)))
         for x in self.exchanges:
             if compat.group_by_name(x.group_name).size() != dist.get_world_size():
@@ -83,7 +85,7 @@ class LookaheadLoader:
                     f"freescale: table {x.name} is sharded over a part of the ranks; a LookaheadLoader plans for "
                     "tables that are sharded over all of them"
                 )
-        self._tables = order.tables_of(self.exchanges)
+        self._tables = order.tables_of(self.exchanges, self._settings.link_gbps)
         self._stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
         if not isinstance(balance, (bool, BalanceOptions)):
             raise TypeError(f"freescale: balance must be True, False or BalanceOptions, found {type(balance).__name__}")
@@ -182,7 +184,7 @@ class LookaheadLoader:
         try:
             group = self._tables.planning_group()
             balancer = self._balancer(group)
-            planner = Planner(self.loader, self.exchanges, group, self.strict, balancer)
+            planner = Planner(self.loader, self.exchanges, group, self.strict, self._settings.timeout, balancer)
             run.stop_planning = planner.stop
             run.planning_failed, run.why_planning_failed = lambda: planner.failed, planner.why_failed
             while (item := planner.take()) is not None:
@@ -215,3 +217,11 @@ class LookaheadLoader:
         for exchange, p in zip(self.exchanges, item.plans, strict=True):
             self._stats.append({"step": item.number, "exchange": exchange.name, **p.stats})
         return batch
+
+
+def _settings_of(model: torch.nn.Module) -> config.Config:
+    """As the model is compiled. Options that are wrong are the backend's to refuse, so that every rank hears of it."""
+    try:
+        return config.load(compat.options_of(model))
+    except config.ConfigError:
+        return config.load()

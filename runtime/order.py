@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from freescale import compat, config
+from freescale import compat
 from freescale.kernels import launches, links, transports
 from freescale.runtime import torchrec_tables
 from freescale.runtime.exchange import Exchange
@@ -47,7 +47,7 @@ class Said(NamedTuple):
 class Tables:
     """The loops over a model's tables, the innermost last, and the hooks that see its uses."""
 
-    def __init__(self, exchanges: list[Exchange]) -> None:
+    def __init__(self, exchanges: list[Exchange], link_gbps: float) -> None:
         self.runs: list[Run] = []
         self.loops = 0
         # Groups of their own: nothing here comes between the collectives of the training. The first is for meetings;
@@ -58,7 +58,7 @@ class Tables:
         # Early rows and late gradients: a group of the same kind as the training's, so that urgent ones overtake them.
         self._background = dist.new_group(timeout=self.timeout)
         device = exchanges[0].anchor.device
-        speed = links.measure(self._background, device, config.load().link_gbps)
+        speed = links.measure(self._background, device, link_gbps)
         log.info("the link carries %.3g Gbit/s per rank", speed * 8 / 1e9)
         self._hooks: dict[tuple[str, torch.nn.Module], list[Any]] = {}
         self._call: torch.nn.Module | None = None  # whose call is under way, of those that begin a step
@@ -393,9 +393,9 @@ def is_collection(module: torch.nn.Module) -> bool:
 _of: weakref.WeakKeyDictionary[Exchange, Tables] = weakref.WeakKeyDictionary()
 
 
-def tables_of(exchanges: list[Exchange]) -> Tables:
+def tables_of(exchanges: list[Exchange], link_gbps: float) -> Tables:
     """One for all models that share a table."""
-    found = next((_of[x] for x in exchanges if x in _of), None) or Tables(exchanges)
+    found = next((_of[x] for x in exchanges if x in _of), None) or Tables(exchanges, link_gbps)
     for x in exchanges:
         if _of.setdefault(x, found) is found:
             found.carry_behind(x)

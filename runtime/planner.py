@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale import compat, config
+from freescale import compat
 from freescale.kernels import asking, plan
 from freescale.runtime import batches, steps
 from freescale.runtime.balancing import Balancer
@@ -52,10 +52,11 @@ class Planner:
         exchanges: list[Exchange],
         group: dist.ProcessGroup,
         strict: bool,
+        timeout: float,
         balancer: Balancer | None,
     ) -> None:
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
-        self.balancer = balancer
+        self.timeout, self.balancer = timeout, balancer
         self.failed = False  # between collectives: the group cannot be used any more
         self.limit = compat.timeout_of(group).total_seconds()
         self._abandoned = False
@@ -113,7 +114,7 @@ class Planner:
         for _ in range(more):
             self._orders.put(True)
         self._orders.put(False)
-        limit = config.load().timeout if together else 1.0
+        limit = self.timeout if together else 1.0
         self._thread.join(limit)
         if self._thread.is_alive() and together:
             log.warning("freescale: the loader of a loop that has ended is still loading a batch after %g s", limit)

@@ -27,7 +27,8 @@ from freescale.runtime.exchange import Exchange, ReplicatedRows
 
 log = logging.getLogger(__name__)
 
-_refused: list[str] = []  # reasons of this process, for `strict`
+_refused: list[str] = []  # reasons of this process
+_refused_strictly: list[str] = []  # those met while a model with `strict` was traced
 _original_forward: Any = None
 
 
@@ -36,8 +37,8 @@ class Refused(RuntimeError):
 
 
 def raise_if_refused(cfg: Config) -> None:
-    if cfg.strict and _refused:
-        raise Refused(_refused[0])
+    if cfg.strict and _refused_strictly:
+        raise Refused(_refused_strictly[0])
 
 
 class Collection:
@@ -206,7 +207,8 @@ def _refuse(module: Any, reason: str) -> None:
     if message not in _refused:
         _refused.append(message)
         log.warning(message)
-    if load().strict:
+    if load(compat.options_while_tracing()).strict:
+        _refused_strictly.append(message)
         raise Refused(message)
 
 

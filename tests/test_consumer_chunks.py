@@ -181,10 +181,40 @@ def test_left_alone(world, fn):
     assert graph_text(gm.graph) == before
 
 
-def test_left_alone_below_min_bytes(world):
-    size = 16 * 12 * 4
-    assert _split(columns, size + 1)[0] == 0
-    assert _split(columns, size)[0] == 1
+def test_left_alone_where_a_row_has_fewer_than_min_bytes(world):
+    row = 12 * 4
+    assert _split(columns, row + 1)[0] == 0
+    assert _split(columns, row)[0] == 1
+
+
+def deep_views(table, ids, w, v):
+    """Thousands of views between the exchange and its consumers, and one that nobody needs."""
+    out = _exchange(table.index_select(0, ids))
+    parts = [out[:, :8], out[:, 8:], out[:, 8:]]
+    for i in range(1500):
+        parts = [p.reshape(16, -1) if i % 2 else p.reshape(-1) for p in parts]
+    return torch.mm(parts[0], w), torch.mm(parts[1].reshape(16, 4), v)
+
+
+def test_deep_chains_of_views(world):
+    n, _, gm = _split(deep_views)
+    assert n == 1 and len(exchanges(gm.graph)) == 2
+
+
+def deep_gradient(table, grad, ids, w):
+    """What arrives is scattered into a table's gradient, which leaves the graph thousands of nodes later."""
+    out = torch.zeros(32, 12).index_put((ids,), _exchange(grad), accumulate=True)
+    for _ in range(3000):
+        out = out * 1.0
+    return out
+
+
+def test_a_gradient_that_leaves_the_graph_thousands_of_nodes_later(world):
+    with FakeTensorMode():
+        gm = make_fx(deep_gradient)(
+            torch.empty(32, 12), torch.empty(16, 12), torch.zeros(16, dtype=torch.int64), torch.empty(8, 8)
+        )
+    assert find_exchanges(gm, Config()) == 1
 
 
 class Towers(nn.Module):
@@ -238,3 +268,47 @@ def _step(cut: str, codegen: str):
 @pytest.mark.parametrize("codegen", ("eager", "inductor"))
 def test_same_bits_on_two_ranks(cut, codegen):
     assert run_ranks(_step, 2, cut, codegen) == [True, True]
+
+
+class Wide(nn.Module):
+    """Rows of 4 kB for two towers; rank 0 receives 32 of them and rank 1 receives 128."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.table = nn.Parameter(torch.rand(16, 1024))
+        self.first, self.second = (nn.Parameter(torch.rand(512, 2)) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        import torch.distributed._functional_collectives as fc
+
+        counts = [16, ids.shape[0] - 16]
+        out = fc.all_to_all_single_autograd(
+            torch.nn.functional.embedding(ids, self.table), counts, counts, dist.group.WORLD
+        )
+        return torch.tanh(out[:, :512] @ self.first).sum() + (out[:, 512:] @ self.second).sum()
+
+
+def _different_batches(dynamic: bool):
+    from freescale import driver
+
+    launches: dict[str, int] = {}
+    end = driver.observe(lambda way, name, graph: launches.update({way: len(exchanges(graph))}))
+    results = []
+    for passes in ("none", "all"):
+        model = Wide()
+        options = {"passes": passes, "codegen": "eager", "strict": True}
+        ids = torch.arange(32 if dist.get_rank() == 0 else 128) % 16
+        loss = torch.compile(model, backend="freescale", fullgraph=True, dynamic=dynamic, options=options)(ids)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+        torch._dynamo.reset()
+    end()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    return launches
+
+
+@pytest.mark.parametrize("dynamic", (True, False))
+def test_ranks_with_batches_of_different_size_launch_alike(dynamic):
+    assert run_ranks(_different_batches, 2, dynamic) == [{"forward": 2, "backward": 1}] * 2
+

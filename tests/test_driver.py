@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 import freescale.passes
 from fake_world import graphs_of
-from freescale import compat, config, driver
+from freescale import compat, config, driver, progress
 from freescale.passes.facts import CannotApply
 
 
@@ -118,9 +121,51 @@ def test_a_cache_hit_runs_without_the_passes():
     """Inductor's cache returns code for the same graph and flags, and compiles anew for other flags."""
     _step()
     torch._dynamo.reset()
+    before = dict(driver.REPORT.from_cache)
     assert graphs_of(_step) == {}
+    assert driver.REPORT.from_cache == {way: n + 1 for way, n in before.items()}
     torch._dynamo.reset()
     assert graphs_of(lambda: _step(strict=True)) != {}
+
+
+def _say_to(terminal: bool, rank: int, level: int, capsys, run) -> list[str]:
+    """What `run` leaves on standard error of our words, where that is a terminal or not, and the log is on or not."""
+    log = logging.getLogger("freescale.progress")
+    with (
+        mock.patch.object(sys.stderr, "isatty", lambda: terminal, create=True),
+        mock.patch.object(progress, "_first_rank", lambda: rank == 0),
+        mock.patch.object(log, "isEnabledFor", lambda asked: asked >= level),
+    ):
+        run()
+    lines = capsys.readouterr().err.split("\n")
+    return [line.removeprefix(progress._CLEAR) for line in lines if "freescale: " in line]
+
+
+def test_a_word_while_it_compiles(capsys):
+    said = _say_to(True, 0, logging.WARNING, capsys, _step)
+    assert said[0] == "freescale: compiling the forward graph (0 exchanges); this can take a minute"
+    assert said[3].startswith("freescale: the backward graph is compiled after ") and len(said) == 4
+
+
+@pytest.mark.parametrize("terminal, rank, level", ((False, 0, logging.WARNING), (True, 1, logging.WARNING), (True, 0, logging.INFO)))
+def test_the_word_is_for_the_terminal_of_the_first_rank_where_no_log_is_on(terminal, rank, level, capsys):
+    assert _say_to(terminal, rank, level, capsys, lambda: progress.say("something")) == []
+
+
+LOGGED = """
+import logging, torch
+torch.compile(torch.nn.Linear(2, 2), backend="freescale", options={"codegen": "eager"})(torch.ones(2, 2))
+logging.basicConfig(level=logging.INFO)  # as many a library and script do
+torch.compile(torch.nn.Linear(3, 2), backend="freescale", options={"codegen": "eager"})(torch.ones(2, 3))
+"""
+
+
+def test_a_line_of_the_log_is_printed_once():
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGED], env={**os.environ, "TORCH_LOGS": "+freescale"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("forward find_exchanges: 0 sites") == 2, done.stderr
 
 
 def test_mode_is_refused():

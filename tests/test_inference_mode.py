@@ -73,7 +73,6 @@ def tables_are_read(t: Training) -> None:
 def _cases() -> dict[str, str]:
     import freescale.backend as backend
 
-    torch._dynamo.config.recompile_limit = 16  # both models count as one
     said = {}
     for loop in (between_steps, other_loops, tables_are_read):
         try:

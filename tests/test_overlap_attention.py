@@ -350,3 +350,41 @@ def test_generated_code_sinks_weight_gradients():
     launch, wait = backward.index("all_to_all_launch"), backward.index("wait_tensor")
     assert backward[launch + 1 : wait].count("mm") >= 1
     assert backward[wait:] == ["wait_tensor", "update_"]
+
+
+def _deep(table, ids, other):
+    """Behind the wait a chain of thousands, then a collective; and one that must come after it but needs none of it."""
+    group = dist.group.WORLD.group_name
+    sent = torch.ops._c10d_functional.all_to_all_single(table.index_select(0, ids), [8, 8], [8, 8], group)
+    x = torch.ops._c10d_functional.wait_tensor(sent)
+    for _ in range(3000):
+        x = x.tanh()
+    first = torch.ops._c10d_functional.all_reduce(x, "sum", group)
+    second = torch.ops._c10d_functional.all_reduce(other, "sum", group)
+    return tuple(torch.ops._c10d_functional.wait_tensor(t) for t in (first, second))
+
+
+def test_a_chain_of_thousands_of_nodes():
+    with fake_world(0, 2), FakeTensorMode():
+        gm = make_fx(_deep)(torch.empty(32, 4), torch.zeros(16, dtype=torch.int64), torch.empty(16, 4))
+        assert find_exchanges(gm, Config()) == 1
+        with mock.patch.object(cost, "machine", lambda device: SLOW):
+            assert overlap_attention(gm, Config()) == 1
+        gm.graph.lint()
+    collectives = [n.name for n in gm.graph.nodes if "all_" in n.name]
+    assert collectives == ["all_to_all_single", "all_reduce", "all_reduce_1"]
+
+def _unrelated(x, y):
+    """Two collectives between which there is no data flow, the second on less data."""
+    group = dist.group.WORLD.group_name
+    first = torch.ops._c10d_functional.all_reduce(x, "sum", group)
+    second = torch.ops._c10d_functional.all_reduce(y, "sum", group)
+    return tuple(torch.ops._c10d_functional.wait_tensor(t) for t in (second, first))
+
+
+def test_every_collective_is_bound_behind_the_one_before_it():
+    """Else the compiler, which looks at this rank's sizes, might start them in an order of its own."""
+    with fake_world(0, 2), FakeTensorMode():
+        gm = make_fx(_unrelated)(torch.empty(32, 4), torch.empty(4))
+    first, second = (n for n in gm.graph.nodes if "all_reduce" in n.name)
+    assert bindings(gm.graph) == {second: [first]}

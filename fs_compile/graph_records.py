@@ -1,0 +1,55 @@
+"""What the passes did to a graph, kept beside torch's cached code of it.
+
+On a hit in torch's cache the passes do not run. What they did when the code was made (how many exchanges there are,
+what each pass did, the text of the graph after it) is read from here instead. A record has the key of the cache entry,
+which covers the graph, the settings and our sources; so a record never speaks of another graph or of other passes.
+Nothing depends on it but what is said: one that is missing, as after a hit in a remote cache, is said to be missing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from freescale import compat
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class GraphRecord:
+    way: str  # "forward" or "backward"
+    exchanges: int = 0
+    sites: dict[str, int] = field(default_factory=dict)  # of each pass
+    texts: dict[str, str] = field(default_factory=dict)  # of the graph after each pass, and "before"
+    refused: list[str] = field(default_factory=list)  # passes that did not apply, and why
+
+
+def keep(key: str, record: GraphRecord) -> None:
+    """Ranks that share a cache may write the same record at the same time: each puts a whole file in place."""
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, unfinished = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(gzip.compress(json.dumps(asdict(record)).encode()))
+        os.replace(unfinished, path)
+    except OSError as error:
+        log.info("what the passes did to the %s graph cannot be kept: %s", record.way, error)
+
+
+def recall(key: str) -> GraphRecord | None:
+    try:
+        return GraphRecord(**json.loads(gzip.decompress(_path(key).read_bytes())))
+    except (OSError, EOFError, ValueError, TypeError) as error:
+        log.debug("no record of %s: %s", key, error)
+        return None
+
+
+def _path(key: str) -> Path:
+    return Path(compat.cache_dir()) / "freescale" / f"{key}.json.gz"
