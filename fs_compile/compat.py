@@ -343,6 +343,7 @@ def options_of(compiled: Any) -> dict[str, Any]:
 
     `compiled` is what torch.compile returned, or a module that was compiled in place, or whose forward was compiled.
     """
+    found: Any
     for found in (getattr(compiled, "_compiled_call_impl", None), compiled, getattr(compiled, "forward", None)):
         context = getattr(found, "dynamo_ctx", None)
         if context is None and hasattr(found, "get_compiler_config"):  # a function: its context is in a closure

@@ -30,7 +30,7 @@ class Model(nn.Module):
 def batch_of(step: int) -> dict[str, torch.Tensor]:
     rank = dist.get_rank()
     g = torch.Generator().manual_seed(100 * step + rank)
-    n = 0 if (step + rank) % 6 == 5 else 1 + (7 * step + rank) % 9
+    n = 0 if (step + rank) % 6 == 5 else 2 + (7 * step + rank) % 9  # (one id would be a graph of its own)
     return {"item": torch.randint(0, ROWS, (n,), generator=g), "pick": torch.tensor([step % DIM])}
 
 

@@ -93,15 +93,17 @@ def _fifty_batches(ddp: bool):
     model = trec.build("row_wise", "sgd", ddp)
     run = _compiled(model, fullgraph=not ddp, options={"codegen": "eager"})
     trec.train(model, run, 50)
+    fifty = list(backend.COMPILED.values()), dict(REPORT.graphs), dict(REPORT.exchanges)
+    trec.train_on(model, run, [trec.batch(s, dist.get_rank(), none=False, samples=1) for s in range(6)])
     breaks = [b for b in counters["graph_break"] if "set_runtime_stats_and_log" not in b and "ddp" not in b]
-    return list(backend.COMPILED.values()), REPORT.graphs, REPORT.exchanges, breaks
+    return *fifty, breaks, list(backend.COMPILED.values())
 
 
 @pytest.mark.parametrize("ddp", (False, True), ids=("alone", "ddp"))
 def test_fifty_batches_take_one_compilation(ddp):
-    """Random lengths, empty histories, ranks without samples. The bar is two compilations; one is what we see."""
-    for compiled, graphs, exchanges, breaks in run_ranks(_fifty_batches, 2, ddp):
-        assert compiled == [1]
+    """Random lengths, empty histories, ranks without samples. And one more for all batches of one sample."""
+    for compiled, graphs, exchanges, breaks, with_one_sample in run_ranks(_fifty_batches, 2, ddp):
+        assert compiled == [1] and with_one_sample == [2]
         assert graphs == {"forward": 1, "backward": 1} and exchanges == {"forward": 1, "backward": 1}
         assert breaks == []
 
@@ -146,7 +148,7 @@ def test_checkpoints_go_both_ways():
     assert max(run_ranks(_checkpoints, 2)) <= 1e-6
 
 
-def _fall_back(layout: str, strict: bool, optimizer: str = "sgd", fused: dict[str, Any] | None = None):
+def _fall_back(layout: str, strict: bool | None, optimizer: str = "sgd", fused: dict[str, Any] | None = None):
     import logging
 
     said = []
@@ -156,8 +158,8 @@ def _fall_back(layout: str, strict: bool, optimizer: str = "sgd", fused: dict[st
     eager = trec.build(layout, optimizer, **(fused or {}))
     expected = trec.train(eager, eager, 3, none=False)
     model = trec.build(layout, optimizer, **(fused or {}))
-    run = _compiled(model, options={"codegen": "eager", "strict": strict})
-    losses = trec.train(model, run, 3, none=False)
+    options = {"codegen": "eager"} | ({} if strict is None else {"strict": strict})
+    losses = trec.train(model, _compiled(model, options=options), 3, none=False)
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), said
 
 
@@ -197,7 +199,7 @@ def test_half_precision_output_is_left_to_torchrec():
 def test_column_wise_is_an_error_under_strict():
     for error in run_ranks(_fall_back, 2, "column_wise", True, expect_errors=True):
         assert "column_wise" in error and "'user'" in error
-    for error in run_ranks(_fall_back, 2, "column_wise", False, env={"FREESCALE_STRICT": "1"}, expect_errors=True):
+    for error in run_ranks(_fall_back, 2, "column_wise", None, env={"FREESCALE_STRICT": "1"}, expect_errors=True):
         assert "column_wise" in error and "'user'" in error
 
 

@@ -106,7 +106,9 @@ def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = F
     )
 
 
-def batch(step: int, rank: int, eager: bool = False, none: bool = True) -> tuple[Any, torch.Tensor]:
+def batch(
+    step: int, rank: int, eager: bool = False, none: bool = True, samples: int | None = None
+) -> tuple[Any, torch.Tensor]:
     """Random lengths, empty histories; now and then a rank without samples, and one with all-empty histories.
 
     Eager TorchRec wants as many samples on every rank and cannot take a rank without any; where that rank has
@@ -115,7 +117,7 @@ def batch(step: int, rank: int, eager: bool = False, none: bool = True) -> tuple
     from torchrec import KeyedJaggedTensor
 
     g = torch.Generator().manual_seed(1000 * step + rank)
-    full = samples = 1 + (step * 5) % 6
+    full = samples = 2 + (step * 5) % 6 if samples is None else samples
     if none and step % 7 == 3 and rank == step % 2:
         samples = 0
     lengths = torch.randint(0, 7, (samples,), generator=g) * (torch.rand(samples, generator=g) > 0.2)
