@@ -1,5 +1,9 @@
 """Batches whose collision rate is chosen: which rows consecutive batches share, and how often a batch repeats a row.
 
+    python benchmarks/collisions.py [--quick] [--json FILE]
+
+prints what the batches that the other benchmarks draw turn out to be.
+
 All ranks' rows of a batch are drawn together, so a share of exactly `collision` of a batch's unique rows was used in
 the batch before, by any rank, and no rank's rows are another's. Every row of a batch occurs at least once; the other
 occurrences follow Zipf's law, until there are `duplication` values for each unique row. Samples, history lengths and
@@ -10,10 +14,14 @@ Pure functions of their arguments; NumPy only.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
+
+from command_line import parser
 
 
 @dataclass(frozen=True)
@@ -105,3 +113,25 @@ def _sent(per_rank: list[np.ndarray], block: int, ranks: int) -> float:
     asks = np.stack([np.bincount(ids // block, minlength=ranks)[:ranks] for ids in per_rank])
     np.fill_diagonal(asks, 0)
     return float((asks.sum(0).max() + asks.sum(1).max()) / 2)
+
+
+def main() -> None:
+    args = parser(__doc__, "4 batches instead of 12").parse_args()
+    shape, ranks, found = Shape(samples=32, length=64, table_rows=40_000), 4, {}
+    print(f"{ranks} ranks with {shape.values} values each, {shape.duplication:g} per unique row wanted")
+    print(f"{'wanted':>8}{'colliding':>11}{'per row':>9}{'urgent rows':>13}{'all rows':>10}{'all values':>12}")
+    for wanted in (0.0, 0.03, 0.12, 0.3, 0.6):
+        rows = unique_rows(shape, ranks, wanted, 4 if args.quick else 12, seed=0)
+        batches = [np.stack([values_of(r, shape, seed) for seed, r in enumerate(batch)]) for batch in rows]
+        m = measure(batches, block=-(-shape.table_rows // ranks))
+        found[str(wanted)] = asdict(m)
+        print(
+            f"{wanted:>8.0%}{m.collision:>11.1%}{m.duplication:>9.2f}{m.urgent_rows:>13.0f}{m.all_rows:>10.0f}"
+            f"{m.all_values:>12.0f}"
+        )
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cupy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,6 +28,11 @@ from command_line import parser
 from freescale.kernels import staged
 from gpu_machine import machine, quartiles, write
 from hstu_triton import hstu_attention
+
+try:
+    import cupy
+except ImportError:  # said in main
+    cupy = None
 
 BLOCKS = (4, 8, 16, 32)
 SHARED = 113 * 1024  # two such blocks of 1024 threads fill an SM
@@ -346,7 +350,10 @@ def worst_kept(rows: list[dict[str, Any]], work: str, beside: str) -> float:
 
 
 def main() -> None:
-    args = parser(__doc__, "fewer turns, 8 and 32 blocks only").parse_args()
+    p = parser(__doc__, "fewer turns, 8 and 32 blocks only")
+    args = p.parse_args()
+    if cupy is None or not torch.cuda.is_available():
+        p.error("this needs a GPU" if cupy is not None else "this needs CuPy (pip install cupy-cuda13x) and a GPU")
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     transport = staged.open_transport(dist.group.WORLD, network="memory")

@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,13 +37,11 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     torch.set_num_threads(1)
 
-    plain = build(args, device)
-    expected = train(plain, plain, histories(args), device, "eager TorchRec")
-
-    model = build(args, device)
-    compiled = torch.compile(model, backend="freescale")
-    loader = freescale.LookaheadLoader(histories(args), compiled, balance=args.balance)
-    losses = train(model, compiled, loader, device, "freescale")
+    plain, model = build(args, device), build(args, device)
+    model.compile(backend="freescale")  # first, so that a flag that it does not know is an error now
+    expected = train(plain, histories(args), device, "eager TorchRec")
+    loader = freescale.LookaheadLoader(histories(args), model, balance=args.balance)
+    losses = train(model, loader, device, "freescale")
     print_exchanges(loader.stats())
     print_balance(loader.balance_stats())
 
@@ -135,9 +133,7 @@ def histories(args: argparse.Namespace) -> SyntheticHistories:
     )
 
 
-def train(
-    model: Any, run: Callable[..., torch.Tensor], loader: Iterable[Any], device: torch.device, name: str
-) -> list[torch.Tensor]:
+def train(model: Any, loader: Iterable[Any], device: torch.device, name: str) -> list[torch.Tensor]:
     """The user's loop: nothing in it knows about freescale. Returns the mean loss over ranks of every step."""
     dense = [p for p in model.parameters() if not hasattr(p, "_in_backward_optimizers")]
     optimizer = torch.optim.Adam(dense, lr=1e-3)
@@ -146,14 +142,14 @@ def train(
     for batch in bar:
         batch = batch.to(device)
         optimizer.zero_grad()
-        loss = run(batch)
+        loss = model(batch)
         loss.backward()
         optimizer.step()
-        losses.append(loss.detach())
-        bar.set_postfix(loss=f"{float(loss.detach()):.4f}")
-    means = torch.stack(losses)
-    dist.all_reduce(means)
-    return list(means / dist.get_world_size())
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        losses.append(mean)
+        bar.set_postfix(loss=f"{float(mean):.4f}")
+    return losses
 
 
 def print_exchanges(stats: list[dict[str, Any]]) -> None:

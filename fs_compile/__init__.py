@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from freescale.driver import observe
     from freescale.report import report
     from freescale.runtime.balance import balance
     from freescale.runtime.balancing import BalanceOptions
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "balance",
     "meter",
+    "observe",
     "report",
 ]
 
@@ -38,6 +40,7 @@ _LAZY = {
     "ShardedEmbedding": "freescale.runtime.native:ShardedEmbedding",
     "balance": "freescale.runtime.balance:balance",
     "meter": "freescale.runtime.meter:METER",
+    "observe": "freescale.driver:observe",
     "report": "freescale.report:report",
 }
 

@@ -15,13 +15,17 @@ import shutil
 import sys
 import warnings
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import freescale
 from freescale import config
 
-# The TorchRec and FBGEMM releases made for each supported torch, as in the Makefile.
+# The TorchRec and FBGEMM releases made for each supported torch, and what TorchRec needs, as in the Makefile. (TorchRec
+# itself asks for fbgemm-gpu, of which there are wheels for x86-64 with CUDA alone.)
 TORCHREC_FOR = {"2.11": ("1.6.1", "1.6.0"), "2.12": ("1.7.0", "1.7.0"), "2.13": ("1.8.0", "1.8.0")}
+
+TORCHREC_NEEDS = "tensordict pyre-extensions torchmetrics tqdm iopath psutil typing-extensions"
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def _examine_triton(facts: Facts) -> None:
     triton, why = _import("triton")
     facts.versions["triton"] = triton and triton.__version__
     if triton is None and (facts.cuda_devices or sys.platform == "linux"):
-        facts.missing.append(Missing(f"triton: {why}", "Run `make setup`; without it there is no GPU code."))
+        facts.missing.append(Missing(f"triton: {why}", "Install triton; without it there is no GPU code."))
     if not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
         facts.missing.append(
             Missing("a C++ compiler: Inductor needs one", "Install g++, or set FREESCALE_CODEGEN=eager.")
@@ -148,12 +152,25 @@ def _examine_tables(facts: Facts) -> None:
     facts.versions["fbgemm"] = _installed("fbgemm-gpu") or _installed("fbgemm-gpu-cpu")
     native = next((f"no: {m.what}" for m in facts.missing if m.fatal), "yes")
     facts.tables = {"native": native, "TorchRec": "yes" if why is None else f"no: {why}"}
-    remedy = f"Run `make setup`: torchrec {wanted} and fbgemm {wanted_fbgemm} belong to torch {torch_minor}."
+    remedy = (
+        f"torchrec {wanted} and fbgemm {wanted_fbgemm} belong to torch {torch_minor}: {_make_setup()}"
+        f"pip install {TORCHREC_NEEDS} && pip install --no-deps torchrec=={wanted} {_fbgemm(facts)}=={wanted_fbgemm}"
+    )
     found = facts.versions["torchrec"]
     if why is not None:
         facts.missing.append(Missing(f"TorchRec: {why}", remedy))
     elif found is not None and _minor(found) != _minor(wanted):
         facts.missing.append(Missing(f"a TorchRec for torch {torch_minor}: this is {found}", remedy))
+
+
+def _make_setup() -> str:
+    """Advice for who works in a checkout."""
+    makefile = Path(freescale.__path__[0]).parent / "Makefile"
+    return "run `make setup`, or " if makefile.exists() else ""
+
+
+def _fbgemm(facts: Facts) -> str:
+    return "fbgemm-gpu" if facts.cuda_devices and platform.machine() == "x86_64" else "fbgemm-gpu-cpu"
 
 
 def _examine_install(facts: Facts) -> None:

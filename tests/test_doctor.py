@@ -112,12 +112,17 @@ def test_self_test_that_fails(no_torchrec, monkeypatch, capsys):
     assert "the self test of freescale.compat failed (AttributeError: no such thing)" in said
 
 
-def test_without_torchrec_it_is_usable(no_torchrec, capsys):
+def test_without_torchrec_it_is_usable(no_torchrec, monkeypatch, tmp_path, capsys):
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["tables"]["native"] == "yes"
     assert facts["tables"]["TorchRec"].startswith("no: ")
-    assert any(m["what"].startswith("TorchRec: ") and "make setup" in m["remedy"] for m in facts["missing"])
+    (remedy,) = (m["remedy"] for m in facts["missing"] if m["what"].startswith("TorchRec: "))
+    assert "run `make setup`, or pip install tensordict" in remedy
+    assert " && pip install --no-deps torchrec==" in remedy and " fbgemm-gpu-cpu==" in remedy
+    monkeypatch.setattr(freescale, "__path__", [str(tmp_path / "site-packages" / "freescale")])  # no checkout
+    assert main(["doctor", "--json"]) == 0
+    assert "make" not in capsys.readouterr().out
 
 
 def test_without_arguments_it_prints_usage(capsys):
@@ -137,3 +142,4 @@ def test_versions_agree_with_compat_and_the_makefile():
     for minor, (torchrec, fbgemm) in doctor.TORCHREC_FOR.items():
         assert f"TORCHREC_{minor} := {torchrec}" in lines
         assert f"FBGEMM_{minor} := {fbgemm}" in lines
+    assert f"TORCHREC_NEEDS := {doctor.TORCHREC_NEEDS}" in lines
