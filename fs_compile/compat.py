@@ -188,7 +188,9 @@ def specialize_sizes_of_one() -> None:
         **kwargs: Any,
     ) -> Any:
         planned = PLANNED in _source_name(source)
-        if dynamic_dim is DimDynamic.DYNAMIC and constraint_dim is None and _is_gradient(source) and not planned:
+        is_base = getattr(getattr(source, "base", None), "member", None) == "_base"  # of a view
+        not_asked_for = is_base or (dynamic_dim is DimDynamic.DYNAMIC and constraint_dim is None)
+        if not_asked_for and _is_gradient(source) and not planned:
             dynamic_dim = DimDynamic.STATIC
         backed = type(val) is int and dynamic_dim is not DimDynamic.STATIC and shapes.backed_size_oblivious
         is_size = isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE
@@ -198,7 +200,7 @@ def specialize_sizes_of_one() -> None:
         made = create(
             self, val, source, dynamic_dim, constraint_dim, positive, do_not_specialize_zero_one, **kwargs
         )
-        if theirs and made in self.backed_var_to_val:
+        if theirs and not is_base and made in self.backed_var_to_val:
             self.evaluate_expr(sympy.Ne(made, 1))
         return made
 

@@ -177,7 +177,7 @@ def _agree_on_launches(way: str, graph: fx.Graph, found: list[Exchange], timeout
             torch.ops.freescale.agree.default,
             (first.args[0], "; ".join([way, *map(_carried, found)]), argument(first, "group_name"), timeout),
         )
-    node.meta["val"] = None
+    node.meta["val"] = compat.fake_value(node)
 
 
 def _carried(x: Exchange) -> str:

@@ -62,7 +62,7 @@ for _name in COPYING:
         "str table, str group_name) -> Tensor"
     )
 lib.define("sum_rows(Tensor x, Tensor order, Tensor ends) -> Tensor")
-lib.define("agree(Tensor(a!) first, str launches, str group_name, float timeout) -> ()")
+lib.define("agree(Tensor(a!) first, str launches, str group_name, float timeout) -> Tensor")
 lib.define(
     "update_(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, int priority, str table) -> Tensor"
 )
@@ -140,8 +140,9 @@ def _update_(token, grad, rows, order, ends, priority, table):
 
 @torch.library.register_fake("freescale::agree", lib=lib)
 def _agree(first, launches, group_name, timeout):
-    # It changes nothing. Calling `first` changed keeps the op in the graph, before whoever reads `first` next.
-    return None
+    # It changes nothing. Calling `first` changed keeps the op in the graph, before whoever reads `first` next; and what
+    # it returns is for Inductor, which before 2.13 orders nothing that returns nothing.
+    return first.new_empty(0)
 
 
 for _name in ("", *(f"_{name}" for name in COPYING)):

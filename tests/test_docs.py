@@ -99,7 +99,7 @@ def _scripts() -> list[str]:
     """Programs that a page names, or that can be started."""
     named = {w for page in PAGES for w in re.findall(r"\b(?:benchmarks|examples|tests)/\w+\.(?:py|sh)\b", page.read_text())}
     for name in named:
-        assert (ROOT / name).exists(), name
+        assert (ROOT / name).exists() or "count_matmuls" in name, name  # the pass that CONTRIBUTING has one write
     started = [str(f.relative_to(ROOT)) for f in (ROOT / "benchmarks").glob("*.py") if "__main__" in f.read_text()]
     return sorted(set(started) - {"benchmarks/overlap_rank.py"}) + ["examples/train_hstu.py"]
 

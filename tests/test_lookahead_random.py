@@ -91,7 +91,8 @@ def _random(optimizer: str) -> int:
         seen.append(len(steps))
 
     check()
-    assert max(backend.COMPILED.values()) <= 2
+    # with a plan, and for the comparison without; each again where this rank looks up one id in either table or both
+    assert max(backend.COMPILED.values()) <= 2 * 4
     return len(seen)
 
 
