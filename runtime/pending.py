@@ -212,6 +212,7 @@ def _take_late_gradients(x: Exchange, p: steps.StepPlan) -> None:
     """Each backward pass of a step is one update, as in TorchRec. So where a second one hands its late gradients over,
     those of the first are applied, by all ranks in this very place, instead of being added to."""
     step = weakref.ref(p)  # the graph of a loss that the user keeps must not keep plans
+    before = tables.backwards[x.name]
 
     def take(grad: torch.Tensor) -> None:
         q = step()
@@ -223,7 +224,8 @@ def _take_late_gradients(x: Exchange, p: steps.StepPlan) -> None:
             _apply_late(x, q)
             tables.step_settings[x.name] = now
         q.settings = now
-        q.backwards += 1
+        # A table that the loss does not depend on gets zeros, and no update.
+        q.backwards += tables.backwards[x.name] > before + q.backwards
 
     assert p.late_slot is not None
     p.late_slot.register_hook(take)
