@@ -30,7 +30,7 @@ check() { # check NAME SECONDS COMMAND...
 }
 
 quick=${QUICK:+--quick}
-check tests 400 pytest -q -m gpu tests/test_gpu.py
+check tests 540 pytest -q -m gpu tests/test_gpu.py
 check kernels 200 pytest -q -m gpu tests/test_rows_kernels.py tests/test_dispatch.py tests/test_hstu_benchmark.py
 sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python3)
 check sanitizer_rows 200 "${sanitizer[@]}" tests/test_rows_kernels.py
