@@ -651,13 +651,14 @@ def self_test() -> None:
     """Raise if a private API that we use is gone. Cheap, needs no process group."""
     import torch._dynamo.config as dynamo
     import torch.fx.experimental._config as shapes
+    from torch._dynamo.source import TensorProperty, TensorPropertySource
     from torch._inductor import config, ir
     from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, compile_fx_inner  # noqa: F401
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering  # noqa: F401
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.utils import fresh_cache  # noqa: F401
     from torch._inductor.virtualized import V
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
     from torch.utils._ordered_set import OrderedSet  # noqa: F401
 
     if torch_version() not in SUPPORTED:
@@ -668,6 +669,8 @@ def self_test() -> None:
         getattr(shapes, name)
     assert hasattr(config, "post_grad_custom_post_pass") and hasattr(V, "fake_mode")
     assert ShapeEnv().backed_var_to_val == {}
+    assert callable(ShapeEnv.create_symbol) and callable(ShapeEnv.evaluate_expr) and hasattr(DimDynamic, "DUCK")
+    assert TensorProperty.SIZE and DimDynamic.STATIC and DimDynamic.DYNAMIC and isinstance(TensorPropertySource, type)
     assert hasattr(ir._CollectiveKernel, "create_out_of_place")
     assert hasattr(torch._C._distributed_c10d, "_register_work")
     assert hasattr(dist.distributed_c10d, "_resolve_process_group")

@@ -34,10 +34,11 @@ LIFE = (
     ("evaluate", (FULL, 0)),
     ("train", (FULL, FULL)),
 )
-# The same in short, for code generation, whose compilations take ten times as long.
+# The same in short: what costs is compiling.
 SHORT = (
     ("train", (FULL, FULL)),
     ("evaluate", (FULL, FULL)),
+    ("train", (FULL, 0)),
     ("train", (1, 1)),
     ("save and start again", ()),
 )
@@ -151,19 +152,19 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("names", (
-    ["SASRec", "DLRM", "LooksUpTwice"], pytest.param(ALL, marks=slow),
+@pytest.mark.parametrize("names, life", (
+    (["SASRec", "DLRM", "LooksUpTwice"], SHORT), pytest.param(ALL, LIFE, marks=slow),
 ), ids=("some", "all"))  # fmt: skip
-def test_without_look_ahead(names):
-    _check(names, LIFE, "eager", False)
+def test_without_look_ahead(names, life):
+    _check(names, life, "eager", False)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("names", (
-    ["HSTU", "ManyTasks"], pytest.param(PLANNED, marks=slow),
+@pytest.mark.parametrize("names, life", (
+    (["HSTU", "ManyTasks"], SHORT), pytest.param(PLANNED, LIFE, marks=slow),
 ), ids=("some", "all"))  # fmt: skip
-def test_with_look_ahead(names):
-    _check(names, LIFE, "eager", True)
+def test_with_look_ahead(names, life):
+    _check(names, life, "eager", True)
 
 
 @pytest.mark.timeout(900)
