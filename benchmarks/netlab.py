@@ -244,6 +244,9 @@ def parse_rate(text: str) -> float:
 
 
 def main() -> int:
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if len(sys.argv) < 4:
         print("usage: netlab.py RANKS RATE COMMAND...   (RATE as in 400mbit, or none)", file=sys.stderr)
         return 2
