@@ -147,7 +147,8 @@ class Run:
 
     def _left(self) -> Iterator[tuple[Exchange, steps.StepPlan]]:
         for x, q in zip(self.exchanges, self._last, strict=True):
-            if q is not None and not q.last and q.late_slot is not None and q.late_slot.grad is not None:
+            slot = None if q is None or q.last or not q.backwards else q.late_slot
+            if q is not None and slot is not None and slot.grad is not None:
                 yield x, q
 
     def _torn(self) -> Iterator[tuple[Exchange, steps.StepPlan]]:

@@ -65,7 +65,8 @@ class StepPlan:
 
     def late(self) -> Late:
         """What this step leaves for the next one: nothing unless it had a backward pass."""
-        grad = None if self.late_slot is None else self.late_slot.grad
+        # Without an update of the step's own its loss does not depend on the table: then what is there are zeros.
+        grad = self.late_slot.grad if self.late_slot is not None and self.backwards else None
         if grad is None:
             return nothing_late(self.arrived, self.urgent[1])
         if grad.shape[0] == 0:  # autograd gave it the strides of the slot
