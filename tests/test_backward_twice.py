@@ -165,7 +165,7 @@ def test_each_backward_is_an_update_or_an_error():
 # ---- TorchRec ----------------------------------------------------------------------------------------------------
 
 
-def _torchrec() -> tuple[bool, float]:
+def _torchrec(codegen: str) -> tuple[bool, float]:
     """Bits with and without look-ahead; the greatest difference from eager TorchRec."""
     import freescale
 
@@ -175,7 +175,7 @@ def _torchrec() -> tuple[bool, float]:
         model = trec.build("row_wise", "rowwise_adagrad")
         run: Any = model
         if compiled:
-            run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager"})
+            run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": codegen})
         batches: Any = [trec.batch(step, dist.get_rank(), not compiled) for step in range(8)]
         for features, weight in freescale.LookaheadLoader(batches, run) if wrapped else batches:
             loss = run(features, weight)
@@ -191,6 +191,7 @@ def _torchrec() -> tuple[bool, float]:
 
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="no TorchRec")
-def test_torchrec_updates_once_per_backward():
-    for bits, off in run_ranks(_torchrec, 2):
+@pytest.mark.parametrize("codegen", ("eager", "inductor"))
+def test_torchrec_updates_once_per_backward(codegen):
+    for bits, off in run_ranks(_torchrec, 2, codegen):
         assert bits and off <= 1e-6, off

@@ -175,3 +175,9 @@ def test_with_look_ahead(names, life):
 ))  # fmt: skip
 def test_generated_code(names):
     _check(names, SHORTEST, "inductor", True)
+
+
+@slow  # it doubles what is compiled
+@pytest.mark.timeout(900)
+def test_generated_code_where_a_rank_has_no_samples():
+    _check(["ManyTasks", "SASRec"], SHORT, "inductor", True)
