@@ -24,8 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from command_line import parser
-from freescale.runtime import assignment, balance, problem, swaps
-from freescale.runtime.cost import FittedCost
+from freescale.runtime.balance import assignment, integer_problem, solver, swaps
+from freescale.runtime.balance.sample_cost import FittedCost
 
 SIZES = ((8, 32), (64, 128), (256, 128))
 SMALL = (3, 4)  # ranks, batch: few enough to try everything
@@ -71,7 +71,7 @@ def solve(
 ):
     """A call that balances one draw."""
     if method != "local":
-        return lambda: balance.balance(costs, ranks, method=method, sizes=lengths * BYTES_PER_POSITION)
+        return lambda: solver.balance(costs, ranks, method=method, sizes=lengths * BYTES_PER_POSITION)
     batch = len(lengths) // ranks  # a window of half batches, drawn from the same law
     window = LENGTHS[name](np.random.default_rng([seed, 1]), len(lengths) // 2 * WINDOW)
     home, base = (
@@ -79,7 +79,7 @@ def solve(
         np.tile(np.repeat(np.arange(WINDOW), batch // 2), ranks),
     )
     many = costs_by(cost, window, fit)
-    return lambda: balance.balance(many, ranks, method="local", home=home, base=base, sizes=window * BYTES_PER_POSITION)
+    return lambda: solver.balance(many, ranks, method="local", home=home, base=base, sizes=window * BYTES_PER_POSITION)
 
 
 def fastest(call, repetitions: int) -> tuple[Any, float]:
@@ -92,21 +92,21 @@ def fastest(call, repetitions: int) -> tuple[Any, float]:
 
 
 def floor(costs: np.ndarray, ranks: int) -> float:
-    target = problem.make_problem(costs, ranks, None, None, None, None, None)
+    target = integer_problem.make_problem(costs, ranks, None, None, None, None, None)
     return 1 - float(target.costs.sum()) / ranks / max(target.target(), 1)
 
 
-def exact(costs: np.ndarray, ranks: int) -> balance.Balanced:
+def exact(costs: np.ndarray, ranks: int) -> solver.Balanced:
     """The best of all assignments with equal counts."""
-    p = problem.make_problem(costs, ranks, None, None, None, None, None)
+    p = integer_problem.make_problem(costs, ranks, None, None, None, None, None)
     rank = assignment.exact(p, int(p.costs.sum()) + 1, swaps.Budget(10**7))
     assert rank is not None
-    return balance.balance(costs, ranks, method="none", home=rank)
+    return solver.balance(costs, ranks, method="none", home=rank)
 
 
 def measure(name: str, ranks: int, batch: int, cost: str, fit: FittedCost, seeds: int, repetitions: int) -> list[dict]:
     """One row per method. Draws are the outer loop, methods the inner one."""
-    results: dict[str, list[tuple[balance.Balanced, float, float]]] = {}
+    results: dict[str, list[tuple[solver.Balanced, float, float]]] = {}
     for seed in range(seeds):
         lengths = LENGTHS[name](np.random.default_rng(seed), ranks * batch)
         costs = costs_by(cost, lengths, fit)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from command_line import parser
-from freescale.kernels import staged
+from freescale.kernels.transports import staged
 from gpu_machine import machine, quartiles, write
 from hstu_triton import hstu_attention
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from command_line import parser
-from freescale.kernels import dispatch as d
+from freescale.kernels import sample_packing as d
 from gpu_machine import machine, quartiles, write
 
 WORLDS = (32, 64, 128, 256, 512)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from command_line import parser
-from freescale.kernels import staged
+from freescale.kernels.transports import staged
 from gpu_machine import machine, quartiles, write
 
 WORLDS, SIZES = (2, 4, 8), (1, 4, 32, 128, 512)  # MB per rank

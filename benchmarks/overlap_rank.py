@@ -26,7 +26,7 @@ import collisions  # noqa: E402
 import netlab  # noqa: E402
 import overlap_priority  # noqa: E402
 from freescale import driver  # noqa: E402
-from freescale.kernels import launches  # noqa: E402
+from freescale.kernels.transports import launch_record  # noqa: E402
 from overlap_variants import TAIL, WARM_UP, Batches, Moment, Step, Trainee, Variant, variants  # noqa: E402
 
 OWN = "own exchange/compute 2"
@@ -175,9 +175,9 @@ def meter_share(step: Step) -> float:
     assert group is not None
     began = time.perf_counter()
     for _ in range(repeats):
-        launches.Launched(Done(), "x", out, group).wait()
+        launch_record.Launched(Done(), "x", out, group).wait()
     each = (time.perf_counter() - began) / repeats
-    launches.records.clear()
+    launch_record.records.clear()
     return each * len(step.waits) * 1e3 / step.step_ms
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from command_line import parser
-from freescale.kernels import asking, plan
-from freescale.runtime import steps
+from freescale.kernels.planning import exchange_plan, row_requests
+from freescale.runtime.tables import step_plan
 
 WORLDS, ZIPFS = (2, 8, 32, 128, 256), (0.8, 1.05)
 TABLE, DIM = 50_000_000, 128
@@ -50,8 +50,11 @@ class OneRank:
     def __init__(self, ids: Ids, world: int) -> None:
         self.ids, self.world, self.away = ids, world, 0.0
         self.block = -(-TABLE // world)
-        shards = [plan.Shard(0, r * self.block, min(self.block, TABLE - r * self.block), r, 0) for r in range(world)]
-        self.owners = plan.owner_map(shards, [TABLE], world)
+        shards = [
+            exchange_plan.Shard(0, r * self.block, min(self.block, TABLE - r * self.block), r, 0)
+            for r in range(world)
+        ]
+        self.owners = exchange_plan.owner_map(shards, [TABLE], world)
         self.mass = np.cumsum(ids.chance(np.arange(self.block)))
         self.asked: list[np.ndarray] = []  # keys that it asked for, of the last two batches
 
@@ -94,26 +97,26 @@ class OneRank:
         return hits[recv[0] :].astype(np.uint8)
 
 
-def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], steps.StepPlan]:
+def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.StepPlan]:
     """For each batch, ms per million ids of ask, answer and making the steps; and the last finished step."""
     like, times = torch.empty(0, DIM), []
     before = asked_before = None
-    with mock.patch.object(asking, "all_to_all_cpu", rank.all_to_all):
+    with mock.patch.object(row_requests, "all_to_all_cpu", rank.all_to_all):
         for number in range(batches + 1):
             values = rank.ids.draw()
             rank.hear_requests()
             rank.asked = [*rank.asked[-1:], np.unique(values.numpy())]  # here, the key of a row is its number
             clock = [rank.clock()]
-            asked = asking.ask([values], [0], [TABLE], rank.owners, "table", None)
+            asked = row_requests.ask([values], [0], [TABLE], rank.owners, "table", None)
             clock.append(rank.clock())
             if before is None:
                 everything = [torch.ones_like(t, dtype=torch.bool) for t in (asked.mine.values, asked.rows)]
-                after = steps.make(number, values, asked, plan.split(asked, *everything), like)
+                after = step_plan.make(number, values, asked, exchange_plan.split(asked, *everything), like)
             else:
-                gradients, rows = asking.answer(asked_before, asked, None)
+                gradients, rows = row_requests.answer(asked_before, asked, None)
                 clock.append(rank.clock())
-                after = steps.make(number, values, asked, rows, like)
-                steps.finish(before, asked_before, gradients)
+                after = step_plan.make(number, values, asked, rows, like)
+                step_plan.finish(before, asked_before, gradients)
                 clock.append(rank.clock())
                 times.append((np.diff(clock) * 1e9 / rank.ids.per_rank).tolist())
                 finished = before
@@ -121,7 +124,7 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], steps.StepP
     return times, finished
 
 
-def row(world: int, zipf: float, times: list[list[float]], finished: steps.StepPlan) -> dict:
+def row(world: int, zipf: float, times: list[list[float]], finished: step_plan.StepPlan) -> dict:
     ms = np.array(times)
     total = ms.sum(1)
     return {
@@ -137,7 +140,7 @@ def row(world: int, zipf: float, times: list[list[float]], finished: steps.StepP
     }
 
 
-def memory(p: steps.StepPlan) -> dict[str, int]:
+def memory(p: step_plan.StepPlan) -> dict[str, int]:
     """Bytes that one batch needs and a synchronous step does not."""
     parts = [v if isinstance(v, tuple) else (v,) for name, v in vars(p).items() if name not in ("late_slot", "arrived")]
     tensors = {t.data_ptr(): t for part in parts for t in part if isinstance(t, torch.Tensor)}
@@ -158,7 +161,7 @@ def main() -> None:
     print(f"SIMULATED ranks: one process does one rank's planning; {per_rank} ids per rank, Zipf over {TABLE} rows.")
     ranks = {(w, z): OneRank(Ids(z, per_rank, seed=w), w) for z in ZIPFS for w in WORLDS}
     times: dict[tuple[int, float], list[list[float]]] = {at: [] for at in ranks}
-    finished: dict[tuple[int, float], steps.StepPlan] = {}
+    finished: dict[tuple[int, float], step_plan.StepPlan] = {}
     for _ in range(rounds):  # interleaved: what else the machine does should not fall on one of them alone
         for at, rank in ranks.items():
             more, finished[at] = measure(rank, batches)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from freescale.driver import observe
     from freescale.report import report
-    from freescale.runtime.balance import balance
-    from freescale.runtime.balancing import BalanceOptions
-    from freescale.runtime.cost import FittedCost, LengthCost
-    from freescale.runtime.lookahead import LookaheadLoader
+    from freescale.runtime.balance.sample_cost import FittedCost, LengthCost
+    from freescale.runtime.balance.solver import balance
+    from freescale.runtime.lookahead.loader import LookaheadLoader
     from freescale.runtime.meter import METER as meter
-    from freescale.runtime.native import ShardedEmbedding
+    from freescale.runtime.samples.batch_balancer import BalanceOptions
+    from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 _LAZY = {
-    "BalanceOptions": "freescale.runtime.balancing:BalanceOptions",
-    "FittedCost": "freescale.runtime.cost:FittedCost",
-    "LengthCost": "freescale.runtime.cost:LengthCost",
-    "LookaheadLoader": "freescale.runtime.lookahead:LookaheadLoader",
-    "ShardedEmbedding": "freescale.runtime.native:ShardedEmbedding",
-    "balance": "freescale.runtime.balance:balance",
+    "BalanceOptions": "freescale.runtime.samples.batch_balancer:BalanceOptions",
+    "FittedCost": "freescale.runtime.balance.sample_cost:FittedCost",
+    "LengthCost": "freescale.runtime.balance.sample_cost:LengthCost",
+    "LookaheadLoader": "freescale.runtime.lookahead.loader:LookaheadLoader",
+    "ShardedEmbedding": "freescale.runtime.tables.sharded_embedding:ShardedEmbedding",
+    "balance": "freescale.runtime.balance.solver:balance",
     "meter": "freescale.runtime.meter:METER",
     "observe": "freescale.driver:observe",
     "report": "freescale.report:report",

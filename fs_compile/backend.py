@@ -16,8 +16,9 @@ from torch import fx
 
 from freescale import compat, config
 from freescale.driver import Driver
-from freescale.kernels import transports
-from freescale.runtime import agreement, torchrec_tables
+from freescale.kernels.transports import choose
+from freescale.runtime import agreement
+from freescale.runtime.tables import torchrec_collection
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ def freescale(
         cfg = config.load(options)
         if cfg.dynamic != _process.dynamic:
             raise config.ConfigError("dynamic holds for the whole process: set FREESCALE_DYNAMIC, not an option")
-        transports.ARGUMENTS["staged"]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
-        torchrec_tables.raise_if_refused(cfg)
+        choose.ARGUMENTS["staged"]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
+        torchrec_collection.raise_if_refused(cfg)
         frame = compat.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1
         compiled = _compile(gm, inputs, Driver(cfg))
@@ -107,7 +108,7 @@ def _prepare() -> config.Config:
     compat.backport_empty_grids()
     compat.backport_fake_of_fake()
     compat.load_eager_checkpoints(freescale)
-    torchrec_tables.teach()
+    torchrec_collection.teach()
     return cfg
 
 

@@ -110,11 +110,11 @@ def _copying_transports(gpus: int) -> dict[str, str]:
         return dict.fromkeys(("staged", "peer"), "no: it copies between GPUs, and there is none")
     staged, peer = "yes", "no: it needs two GPUs that can write into each other's memory"
     try:
-        from freescale.kernels import cuda_driver, transports
+        from freescale.kernels.transports import choose, cuda_driver
 
         cuda_driver.load()
-        if transports.joined_gpus() > 1:
-            peer = f"yes, between {transports.joined_gpus()} GPUs of this host"
+        if choose.joined_gpus() > 1:
+            peer = f"yes, between {choose.joined_gpus()} GPUs of this host"
     except Exception as error:
         staged = peer = f"no: {_reason(error)}"
     return {"staged": staged, "peer": peer}

@@ -27,9 +27,9 @@ import freescale.runtime
 from freescale import compat, graph_records, progress
 from freescale.config import Config
 from freescale.graph_records import GraphRecord
-from freescale.kernels import transports
-from freescale.kernels.ops import COPYING
-from freescale.passes.facts import CannotApply, Exchange, argument, exchanges
+from freescale.kernels.ops.schemas import COPYING
+from freescale.kernels.transports import choose
+from freescale.passes.exchange_meta import CannotApply, Exchange, argument, exchanges
 from freescale.passes.find_exchanges import count_exchanges
 from freescale.passes.graph_text import graph_text
 from freescale.passes.overlap_attention import bindings
@@ -67,9 +67,9 @@ def observe(observer: Observer) -> Callable[[], None]:
 @cache
 def _source_hash() -> str:
     """Of every source file of the package: passes, ops and the lowerings they rely on."""
-    files = []
+    files: list[str] = []
     for package in (freescale, freescale.passes, freescale.kernels, freescale.runtime):
-        files += sorted(str(f) for f in Path(package.__path__[0]).glob("*.py"))
+        files += sorted(str(f) for f in Path(package.__path__[0]).rglob("*.py"))
     return str(compat.get_hash_for_files(tuple(files)))
 
 
@@ -80,7 +80,7 @@ class Driver(compat.CustomGraphPass):
 
     def uuid(self) -> str:
         settings = sorted(asdict(self.cfg).items())
-        return f"{_source_hash()} {settings} {transports.surroundings()}"
+        return f"{_source_hash()} {settings} {choose.surroundings()}"
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = cast(fx.GraphModule, graph.owning_module)

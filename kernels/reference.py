@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 
 from freescale import compat
-from freescale.kernels import asking, c10d, launches, plan, tables
-from freescale.kernels.ops import LATE, lib
+from freescale.kernels.ops import table_registry
+from freescale.kernels.ops.schemas import LATE, lib
+from freescale.kernels.planning import exchange_plan, row_requests
+from freescale.kernels.transports import c10d, launch_record
 
 RUN = 512  # entries of a segment that are added one after another
 
@@ -34,7 +36,7 @@ def exchange_backward(
 
 def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
     # The send buffer is the op's own: the Work holds it until it is done, also where the wait is in a later graph.
-    sent = tables.look_up(table, rows)
+    sent = table_registry.look_up(table, rows)
     return _launch(f"rows of {table}", sent, send_counts, recv_counts, n_recv, priority, group_name)
 
 
@@ -45,9 +47,9 @@ def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, grou
 def _launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
     out = x.new_empty((n_recv, *x.shape[1:]))
     group = compat.group_by_name(group_name)
-    with launches.label(f"launch {launches.PRIORITIES[priority]} {what}"):
+    with launch_record.label(f"launch {launch_record.PRIORITIES[priority]} {what}"):
         work = c10d.start(out, x, recv_counts.tolist(), send_counts.tolist(), group)
-    return launches.started(work, what, priority, out, group)
+    return launch_record.started(work, what, priority, out, group)
 
 
 def sum_rows(x, order, ends):
@@ -61,7 +63,7 @@ def sum_rows(x, order, ends):
 
 def sum_wide(x, order, ends):
     """sum_rows in the type of x."""
-    x, sizes = x.index_select(0, order), plan.sizes_of(ends)
+    x, sizes = x.index_select(0, order), exchange_plan.sizes_of(ends)
     if order.shape[0] > RUN and int(sizes.max()) > RUN:
         runs = (sizes + RUN - 1) // RUN
         segment = torch.repeat_interleave(runs)
@@ -76,7 +78,7 @@ def _sum_segments(x, sizes):
 
 
 def update_(token, grad, rows, order, ends, priority, table):
-    with tables.updating(table, late=priority == LATE) as found:
+    with table_registry.updating(table, late=priority == LATE) as found:
         if grad.is_cuda and hasattr(found, "sum_and_update"):  # one pass over memory instead of three
             found.sum_and_update(grad.contiguous(), rows, order, ends)
         else:
@@ -86,21 +88,21 @@ def update_(token, grad, rows, order, ends, priority, table):
 
 def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
     device = ids[0].device
-    owners = plan.OwnerMap(bounds, shifts, starts)
+    owners = exchange_plan.OwnerMap(bounds, shifts, starts)
     group = compat.group_by_name(group_name)
-    with launches.blocked("planning in the step"):
-        asked = asking.ask([i.cpu() for i in ids], firsts, sizes, owners, table, group)
-    mine, own = asked.mine, plan.group(asked.rows)
-    on_device = [t.to(device) for t in (plan.inverse_of(mine), mine.order, mine.ends)]
+    with launch_record.blocked("planning in the step"):
+        asked = row_requests.ask([i.cpu() for i in ids], firsts, sizes, owners, table, group)
+    mine, own = asked.mine, exchange_plan.group(asked.rows)
+    on_device = [t.to(device) for t in (exchange_plan.inverse_of(mine), mine.order, mine.ends)]
     own_side = [t.to(device) for t in (own.values, own.order, own.ends)]
     return (*on_device, asked.recv_counts, asked.rows.to(device), asked.send_counts, *own_side)
 
 
 def checked_rows(ids, firsts, sizes, table, group_name):
     group = compat.group_by_name(group_name)
-    bad = plan.first_outside(ids, sizes)
-    with launches.blocked("planning in the step"):
-        asking.exchange_counts(torch.zeros(group.size(), dtype=torch.int64), bad, table, group)
+    bad = exchange_plan.first_outside(ids, sizes)
+    with launch_record.blocked("planning in the step"):
+        row_requests.exchange_counts(torch.zeros(group.size(), dtype=torch.int64), bad, table, group)
     return torch.cat([i.long() + first for i, first in zip(ids, firsts, strict=True)])
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from freescale.kernels import reference
-from freescale.kernels.ops import lib
+from freescale.kernels.ops.schemas import lib
 
 KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIMIZERS = ("sgd", "rowwise_adagrad")
@@ -79,7 +79,7 @@ def update_rows_reference(
     weight: torch.Tensor, momentum: torch.Tensor | None, grad: torch.Tensor, rows: torch.Tensor,
     order: torch.Tensor, ends: torch.Tensor, lr: float, eps: float,
 ) -> None:  # fmt: skip
-    """What update_rows computes: for float32 and float64 the steps of runtime/native.py's apply_update."""
+    """What update_rows computes: in float32 and float64 the steps of ShardedEmbedding.apply_update."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     total = reference.sum_wide(grad.to(wide), order, ends)
     step = torch.full((rows.shape[0],), lr, dtype=wide, device=weight.device)

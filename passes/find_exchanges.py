@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from freescale.config import Config
-from freescale.passes.facts import KEY, PRIORITIES, Exchange, argument, first_user, size_in_bytes, wait_of
+from freescale.passes.exchange_meta import KEY, PRIORITIES, Exchange, argument, first_user, size_in_bytes, wait_of
 
 log = logging.getLogger(__name__)
 

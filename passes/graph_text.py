@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from freescale.passes.facts import KEY
+from freescale.passes.exchange_meta import KEY
 
 
 def graph_text(graph: fx.Graph) -> str:

@@ -10,9 +10,9 @@ After:    launch u ; what does not need u ; wait u ; launch late ; attention ; w
 Before:   dense backward with weight gradients ; launch u ; wait u ; update
 After:    dense backward ; launch u ; weight gradients ; wait u ; update
 
-A list scheduler walks the graph with a clock (cost.py): what is critical runs as soon as it can; where that is a wait
-for something not there yet, other work that is ready runs first; background work is put where the wire is free for it
-and the clock says that it has arrived.
+A list scheduler walks the graph with a clock (node_cost.py): what is critical runs as soon as it can; where that is a
+wait for something not there yet, other work that is ready runs first; background work is put where the wire is free for
+it and the clock says that it has arrived.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 from torch import fx
 
 from freescale.config import Config
-from freescale.kernels import links
-from freescale.passes import cost
-from freescale.passes.facts import PINNED, WAIT, Exchange, argument, exchanges, wait_of
+from freescale.kernels.transports import link_speed
+from freescale.passes import node_cost
+from freescale.passes.exchange_meta import PINNED, WAIT, Exchange, argument, exchanges, wait_of
 
 # The backward pass does this many times the work of the forward pass.
 BACKWARD = 2.0
@@ -43,12 +43,12 @@ def overlap_attention(gm: fx.GraphModule, cfg: Config) -> int:
     if not found or any(x.kind == "composite" for x in found):
         return 0
     before = list(gm.graph.nodes)
-    machine = cost.machine(cost.device_of(before))
-    seconds = {n: cost.seconds(n, machine) for n in before}
-    limit = cost.peak_bytes(before) + sum(cost.hint(x.bytes) for x in found)
+    machine = node_cost.machine(node_cost.device_of(before))
+    seconds = {n: node_cost.seconds(n, machine) for n in before}
+    limit = node_cost.peak_bytes(before) + sum(node_cost.hint(x.bytes) for x in found)
     for share, hoist in _BOLDNESS:
         order = _Scheduler(before, found, seconds, cfg.link_gbps * 1e9 / 8, share, hoist).run()
-        if cost.peak_bytes(order) <= limit:
+        if node_cost.peak_bytes(order) <= limit:
             break
     _apply(order)
     for x in found:
@@ -108,7 +108,7 @@ def _keep_mutations(nodes: Order, before: dict[fx.Node, dict[fx.Node, None]]) ->
     writer: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         inputs = node.all_input_nodes
-        storage[node] = storage[inputs[0]] if cost.is_view(node) and inputs else node
+        storage[node] = storage[inputs[0]] if node_cost.is_view(node) and inputs else node
         written = {storage[n] for n in _written(node)}
         for base in {storage[n]: None for n in inputs}:
             if base in writer:
@@ -241,8 +241,8 @@ class _Scheduler:
     def _wire_seconds(self, x: Exchange) -> float:
         """There are no late gradients in the first step, which is the one traced: as many as early rows will come."""
         like = [x, self.early[self.late.index(x)]] if x in self.late and len(self.late) == len(self.early) else [x]
-        link = self.link or links.of(argument(x.launch, "group_name"))
-        return max(cost.wire_seconds(y.bytes, link) for y in like)
+        link = self.link or link_speed.of(argument(x.launch, "group_name"))
+        return max(node_cost.wire_seconds(y.bytes, link) for y in like)
 
     def _urgent_under_way(self) -> bool:
         return any(n not in self.done for x in self.urgent for n in (x.launch, *_waits(x.launch)))
@@ -345,7 +345,7 @@ def _places(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             pin, behind, since = node, {node}, []
         elif any(n in behind for n in node.all_input_nodes):
             behind.add(node)
-        if cost.is_compute(node) and not node.meta.get(PINNED):
+        if node_cost.is_compute(node) and not node.meta.get(PINNED):
             since.append(node)
             if pin is not None and node not in behind:
                 found[node] = [pin]

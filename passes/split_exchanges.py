@@ -7,7 +7,7 @@ Before:   emb = exchange_forward(token, rows, ...)
 After:    chunk = all_to_all_rows_launch(token, rows, ...) ; emb = wait_tensor(chunk)
           chunk = all_to_all_launch(grad, ...) ; arrived = wait_tensor(chunk) ; done = update_(token, arrived, ...)
 
-          a plain all-to-all whose result is cut up for consumers: one per consumer (consumer_chunks.py)
+          a plain all-to-all whose result is cut up for consumers: one per consumer (split_by_consumer.py)
 
 What stands for a composite is what its reference does: the reference itself is run on the graph's nodes.
 """
@@ -23,8 +23,8 @@ from torch import fx
 from freescale import compat
 from freescale.config import Config
 from freescale.kernels import reference
-from freescale.passes import consumer_chunks
-from freescale.passes.facts import KEY, ORIGIN, CannotApply, Exchange, exchanges, first_user, wait_of
+from freescale.passes import split_by_consumer
+from freescale.passes.exchange_meta import KEY, ORIGIN, CannotApply, Exchange, exchanges, first_user, wait_of
 
 REFERENCES: dict[Any, Callable[..., Any]] = {
     torch.ops.freescale.exchange_forward.default: reference.exchange_forward,
@@ -38,12 +38,12 @@ def split_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
     for x in sites:
         if x.launch.kwargs:
             raise CannotApply(f"{x.launch.name} is called with keywords")
-    plain = [x for x in exchanges(gm.graph) if x.kind == "plain" and consumer_chunks.bytes_of_row(x) >= cfg.min_bytes]
-    cuts = [cut for x in plain if (cut := consumer_chunks.plan(x)) is not None]
+    plain = [x for x in exchanges(gm.graph) if x.kind == "plain" and split_by_consumer.bytes_of_row(x) >= cfg.min_bytes]
+    cuts = [cut for x in plain if (cut := split_by_consumer.plan(x)) is not None]
     for x in sites:
         _open(gm.graph, x)
     for cut in cuts:
-        consumer_chunks.apply(gm.graph, cut)
+        split_by_consumer.apply(gm.graph, cut)
     return len(sites) + len(cuts)
 
 

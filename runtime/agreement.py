@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from freescale import compat
-from freescale.kernels.ops import lib
+from freescale.kernels.ops.schemas import lib
 
 _KEY = "freescale/agree"
 _EVERYONE = "all"

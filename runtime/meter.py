@@ -10,10 +10,10 @@ import time
 from collections import deque
 from typing import Any
 
-from freescale.kernels import launches
+from freescale.kernels.transports import launch_record
 
 KEPT = 10_000
-Ended = tuple[Any, float, list[launches.Record]]  # a step: its name, seconds, launches
+Ended = tuple[Any, float, list[launch_record.Record]]  # a step: its name, seconds, launches
 
 
 class Meter:
@@ -26,10 +26,10 @@ class Meter:
 
     def mark(self, step: Any = None) -> Ended | None:
         """A step ends here and the next one, called `step`, begins. Returns the one that ended, for `summary`."""
-        now, taken = time.perf_counter(), list(launches.records)
+        now, taken = time.perf_counter(), list(launch_record.records)
         # A launch that nobody has waited for yet belongs to the step that will wait.
-        launches.records.clear()
-        launches.records.extend(r for r in taken if not r.wait_ended)
+        launch_record.records.clear()
+        launch_record.records.extend(r for r in taken if not r.wait_ended)
         ended = None
         if self._began is not None:
             ended = (self._running, now - self._began, [r for r in taken if r.wait_ended])
@@ -59,7 +59,7 @@ class Meter:
         return [summary(*s) for s in self._steps]
 
 
-def summary(name: Any, seconds: float, records: list[launches.Record]) -> dict[str, Any]:
+def summary(name: Any, seconds: float, records: list[launch_record.Record]) -> dict[str, Any]:
     """One entry of `Meter.steps`."""
     waits: dict[str, float] = {}
     sizes: dict[str, int] = {}

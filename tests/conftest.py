@@ -5,24 +5,14 @@
 
 from __future__ import annotations
 
-import os
-import random
-
 import pytest
-import torch
 from hypothesis import settings
 
-FRESH = os.environ.get("FRESH", "0") == "1"
+from seeding import FRESH, seed
+
 settings.register_profile("same", derandomize=True)
 settings.register_profile("fresh", print_blob=True)
 settings.load_profile("fresh" if FRESH else "same")
-
-
-def seed() -> int:
-    """Set and returned."""
-    chosen = random.SystemRandom().randrange(2**31) if FRESH else 7
-    torch.manual_seed(chosen)
-    return chosen
 
 
 @pytest.fixture(autouse=True)

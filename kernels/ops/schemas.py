@@ -1,0 +1,153 @@
+"""The dialect: every op's schema and fake. What an op computes is in reference.py.
+
+The rows themselves are not in the graph. An op names its table (`table`, an entry of table_registry.py) and
+reads or updates it in place; a *token*, an empty tensor of the table's width, data type and device, goes in and comes
+out to say what must happen before what. So a table is never copied, saved or functionalized, and the order of
+reads and updates is data flow like any other.
+
+Counts (rows per peer) are CPU int64 tensors of length world, so a graph does not grow with the world.
+
+    plan_now                ids of this batch -> the plan of its exchange, everything urgent (collective)
+    checked_rows            ids of this batch -> rows of tables that every rank holds whole (collective)
+    expect_ids              raises unless the ids are the planned ones
+    exchange_forward        rows from their owners to the ranks that asked for them
+    exchange_backward       their gradients back, summed and applied by the owner
+    all_to_all_rows_launch  start of an all-to-all of table rows
+    all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either
+    ..._staged, ..._peer    the same launches over a transport that copies (transports/)
+    sum_rows                sums of rows in a fixed order
+    agree                   raises unless every rank of the group is about to run a graph with these launches (once)
+    update_                 the owner's optimizer step on unique rows; a late one as the step before would have done it
+"""
+
+from __future__ import annotations
+
+import torch
+
+from freescale import compat
+
+lib = torch.library.Library("freescale", "DEF")
+
+lib.define(
+    "plan_now(Tensor[] ids, int[] firsts, int[] sizes, Tensor bounds, Tensor shifts, Tensor starts, "
+    "str table, str group_name) -> (Tensor inverse, Tensor order, Tensor ends, Tensor recv_counts, "
+    "Tensor rows, Tensor send_counts, Tensor own_rows, Tensor own_order, Tensor own_ends)"
+)
+lib.define("checked_rows(Tensor[] ids, int[] firsts, int[] sizes, str table, str group_name) -> Tensor")
+lib.define("expect_ids(Tensor token, Tensor[] ids, Tensor planned, Tensor step, str table) -> Tensor")
+lib.define(
+    "exchange_forward(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, SymInt n_recv, "
+    "int priority, str table, str group_name) -> Tensor"
+)
+lib.define(
+    "exchange_backward(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, Tensor send_counts, "
+    "Tensor recv_counts, SymInt n_recv, int priority, str table, str group_name) -> Tensor"
+)
+lib.define(
+    "all_to_all_rows_launch(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, SymInt n_recv, "
+    "int priority, str table, str group_name) -> Tensor"
+)
+lib.define(
+    "all_to_all_launch(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
+    "str table, str group_name) -> Tensor"
+)
+COPYING = ("staged", "peer")  # transports that copy: each has launches of its own, which do the same
+for _name in COPYING:
+    lib.define(
+        f"all_to_all_rows_launch_{_name}(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, "
+        "SymInt n_recv, int priority, str table, str group_name) -> Tensor"
+    )
+    lib.define(
+        f"all_to_all_launch_{_name}(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
+        "str table, str group_name) -> Tensor"
+    )
+lib.define("sum_rows(Tensor x, Tensor order, Tensor ends) -> Tensor")
+lib.define("agree(Tensor(a!) first, str launches, str group_name, float timeout) -> Tensor")
+lib.define(
+    "update_(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, int priority, str table) -> Tensor"
+)
+
+# Chunks that deserve the wire first have the lower number.
+URGENT, LATE, EARLY = 0, 1, 2
+
+
+def _rows_like(x: torch.Tensor, n: int | torch.SymInt) -> torch.Tensor:
+    return x.new_empty((n, *x.shape[1:]))
+
+
+@torch.library.register_fake("freescale::plan_now", lib=lib)
+def _plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
+    ctx = torch.library.get_ctx()
+    positions = sum(i.shape[0] for i in ids)
+    unique, sent, own = ctx.new_dynamic_size(), ctx.new_dynamic_size(), ctx.new_dynamic_size()
+    torch._check(own <= sent)
+    index = torch.empty(0, dtype=torch.int64, device=ids[0].device)
+    counts = starts.new_empty(starts.shape[0] - 1)
+    return (
+        index.new_empty(positions),
+        index.new_empty(positions),
+        index.new_empty(unique),
+        counts,
+        index.new_empty(sent),
+        counts.new_empty(counts.shape),
+        index.new_empty(own),
+        index.new_empty(sent),
+        index.new_empty(own),
+    )
+
+
+@torch.library.register_fake("freescale::checked_rows", lib=lib)
+def _checked_rows(ids, firsts, sizes, table, group_name):
+    return ids[0].new_empty(sum(i.shape[0] for i in ids), dtype=torch.int64)
+
+
+@torch.library.register_fake("freescale::expect_ids", lib=lib)
+def _expect_ids(token, ids, planned, step, table):
+    return torch.empty_like(token)
+
+
+@torch.library.register_fake("freescale::exchange_forward", lib=lib)
+def _exchange_forward(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
+    return _rows_like(token, n_recv)
+
+
+@torch.library.register_fake("freescale::exchange_backward", lib=lib)
+def _exchange_backward(
+    token, grad, rows, order, ends, send_counts, recv_counts, n_recv, priority, table, group_name
+):
+    return torch.empty_like(token)
+
+
+@torch.library.register_fake("freescale::all_to_all_rows_launch", lib=lib)
+def _all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
+    return _rows_like(token, n_recv)
+
+
+@torch.library.register_fake("freescale::all_to_all_launch", lib=lib)
+def _all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):
+    return _rows_like(x, n_recv)
+
+
+@torch.library.register_fake("freescale::sum_rows", lib=lib)
+def _sum_rows(x, order, ends):
+    return _rows_like(x, ends.shape[0])
+
+
+@torch.library.register_fake("freescale::update_", lib=lib)
+def _update_(token, grad, rows, order, ends, priority, table):
+    return torch.empty_like(token)
+
+
+@torch.library.register_fake("freescale::agree", lib=lib)
+def _agree(first, launches, group_name, timeout):
+    # It changes nothing. Calling `first` changed keeps the op in the graph, before whoever reads `first` next; and what
+    # it returns is for Inductor, which before 2.13 orders nothing that returns nothing.
+    return first.new_empty(0)
+
+
+for _name in ("", *(f"_{name}" for name in COPYING)):
+    if _name:
+        torch.library.register_fake(f"freescale::all_to_all_launch{_name}", _all_to_all_launch, lib=lib)
+        torch.library.register_fake(f"freescale::all_to_all_rows_launch{_name}", _all_to_all_rows_launch, lib=lib)
+    compat.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_launch{_name}"))
+    compat.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_rows_launch{_name}"))

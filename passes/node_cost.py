@@ -1,0 +1,229 @@
+"""What a node costs, in seconds: pure functions of a graph's sizes and of how fast the machine is.
+
+Symbolic sizes are taken at their hint, the sizes of the batch that was traced. The estimates decide only where
+something stands among the compute of this rank, never what is launched or in which order.
+
+    floating-point work    by torch's formulas (torch.utils.flop_counter), which a user's op joins by
+                           `register_flop_formula`
+    everything else        by the bytes that it touches; pointwise ops, which get fused, by their output alone
+    a user's op without    measured once, on random data of the hinted sizes, if all its tensors are floating-point
+    a formula              (others may hold offsets or ids); else by its bytes, and a line in the log says so
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from freescale import compat
+from freescale.passes.exchange_meta import WAIT
+
+log = logging.getLogger(__name__)
+
+UNKNOWN_SIZE = 4096  # of a symbol that only the data will tell
+OWN = ("freescale", "_c10d_functional")
+LIBRARIES = ("aten", "prims", "fbgemm", *OWN)  # those whose ops are known; others are a user's
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Of one rank: floating-point operations and bytes of memory per second."""
+
+    flops: float
+    memory: float
+
+
+def wire_seconds(size: sympy.Expr, link: float) -> float:
+    """The time that `size` bytes take on a link of `link` bytes per second."""
+    return max(hint(size), 0) / link
+
+
+def hint(size: Any) -> int:
+    """A size as a number: of the batch that was traced."""
+    return compat.size_hint(size, UNKNOWN_SIZE)
+
+
+def bytes_of(value: Any) -> int:
+    """Of a tensor or of several."""
+    if isinstance(value, (list, tuple)):
+        return sum(bytes_of(v) for v in value)
+    if not isinstance(value, torch.Tensor):
+        return 0
+    total = value.element_size()
+    for s in value.shape:
+        total *= hint(s)
+    return total
+
+
+def is_view(node: fx.Node) -> bool:
+    """The node's result is, or lies in, an argument's storage."""
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+
+
+def is_compute(node: fx.Node) -> bool:
+    """A kernel of its own whatever the compiler fuses: matrix products, attention, a user's op."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if node.target in (torch.ops.higher_order.triton_kernel_wrapper_functional,):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.namespace not in LIBRARIES:
+        return True
+    return node.target.overloadpacket in flop_registry
+
+
+def seconds(node: fx.Node, machine: Machine) -> float:
+    """How long this rank's compute is busy with a node."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or node.target is WAIT or is_view(node) or not _tensors(value):
+        return 0.0
+    target: Any = node.target
+    out = bytes_of(value)
+    if torch.Tag.pointwise in getattr(target, "tags", ()):
+        return out / machine.memory
+    touched = (out + sum(bytes_of(n.meta.get("val")) for n in node.all_input_nodes)) / machine.memory
+    if isinstance(target, torch._ops.OpOverload):
+        if target.overloadpacket in flop_registry:
+            return max(_flops(node) / machine.flops, touched)
+        if target.namespace not in LIBRARIES:
+            return max(_measured(node), touched)
+    return touched
+
+
+def _tensors(value: Any) -> bool:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(v, torch.Tensor) for v in values)
+
+
+def _flops(node: fx.Node) -> float:
+    target: Any = node.target
+
+    def sized(n: fx.Node) -> Any:
+        return _sized(n.meta.get("val"), lambda shape, v: torch.empty(shape, dtype=v.dtype, device="meta"))
+
+    with compat.no_modes():
+        args, kwargs = fx.map_arg(node.args, sized), fx.map_arg(node.kwargs, sized)
+        out = _sized(node.meta["val"], lambda shape, v: torch.empty(shape, dtype=v.dtype, device="meta"))
+        return float(flop_registry[target.overloadpacket](*args, **kwargs, out_val=out))
+
+
+def _sized(value: Any, make: Callable[[list[int], torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_sized(v, make) for v in value)
+    if isinstance(value, torch.Tensor):
+        return make([hint(s) for s in value.shape], value)
+    return hint(value) if isinstance(value, torch.SymInt) else value
+
+
+_of_op: dict[tuple[Any, ...], float] = {}
+
+
+def _measured(node: fx.Node) -> float:
+    """A user's op on random data, once per op and sizes in a process."""
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    key = (str(node.target), *((str(v.dtype), *map(hint, v.shape)) for v in tensors))
+    if key not in _of_op:
+        _of_op[key] = _try(node) if all(v.is_floating_point() for v in tensors) else 0.0
+        if _of_op[key] == 0.0:
+            log.info(
+                "the cost of %s is taken from its bytes; torch.utils.flop_counter.register_flop_formula would tell it",
+                node.target,
+            )
+    return _of_op[key]
+
+
+def _try(node: fx.Node) -> float:
+    def real(n: fx.Node) -> Any:
+        return _sized(n.meta.get("val"), lambda shape, v: torch.rand(shape, device=v.device).to(v.dtype))
+
+    try:
+        with compat.no_modes(), torch.no_grad():
+            args, kwargs = fx.map_arg(node.args, real), fx.map_arg(node.kwargs, real)
+            return fastest(lambda: node.target(*args, **kwargs), node.meta["val"])  # type: ignore[operator]
+    except Exception as error:  # noqa: BLE001  (whatever an op does with data that it was not made for)
+        log.info("%s could not be measured: %s", node.target, error)
+        return 0.0
+
+
+def fastest(run: Callable[[], Any], on: Any = None) -> float:
+    """The shortest of a few runs, in seconds."""
+    values = on if isinstance(on, (list, tuple)) else [on]
+    cuda = any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in values)
+    best = float("inf")
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        run()
+        if cuda:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+@cache
+def machine(device_type: str) -> Machine:
+    """How fast this rank is, measured once per process with one matrix product and one copy."""
+    n = 4096 if device_type == "cuda" else 384
+    with compat.no_modes(), torch.no_grad():
+        a = torch.rand(n, n, device=device_type)
+        b = torch.rand(1 << (28 if device_type == "cuda" else 22), device=device_type)
+        product = fastest(lambda: a @ a, a)
+        copy = fastest(lambda: b.clone(), b)
+    return Machine(flops=2 * n**3 / product, memory=2 * b.numel() * b.element_size() / copy)
+
+
+def device_of(nodes: Iterable[fx.Node]) -> str:
+    """Where the graph computes."""
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return str(value.device.type)
+    return "cpu"
+
+
+def peak_bytes(order: list[fx.Node]) -> int:
+    """The most memory that is held at once if the nodes run in this order: results, and what the forward pass saved.
+
+    AOTAutograd calls what a graph may not free, parameters and the batch, `primals_*`.
+    """
+    position = {n: i for i, n in enumerate(order)}
+    frees: list[int] = [0] * (len(order) + 1)
+    held = peak = 0
+    for i, node in enumerate(order):
+        saved = node.op == "placeholder" and not node.name.startswith("primals")
+        if saved or node.op == "call_function" and not is_view(node) and node.target is not WAIT:
+            size = bytes_of(node.meta.get("val"))
+            held += size
+            frees[last_use(node, position)] += size
+        peak = max(peak, held)
+        held -= frees[i]
+    return peak
+
+
+def last_use(node: fx.Node, position: dict[fx.Node, int]) -> int:
+    """Where a result is used last, itself or through views of it."""
+    last, todo, seen = position[node], [node], {node}
+    while todo:
+        for user in todo.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            last = max(last, position.get(user, last))
+            if user.op == "call_function" and (is_view(user) or user.target is WAIT):
+                todo.append(user)
+    return last

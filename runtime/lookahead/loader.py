@@ -1,0 +1,228 @@
+"""`LookaheadLoader`: plans the exchange of the next batch while this one trains, and hands batches over in order.
+
+A background thread with a gloo group of its own (planner.py) takes batches from the user's loader, exchanges their ids
+with the other ranks, finds the rows that two consecutive batches share, and makes the tensors that the two steps need.
+It does one batch for each one that the loop takes, so all ranks do as many. If batches are to be balanced, samples move
+between the ranks first (batch_balancer.py).
+
+What is pending between two steps is in loop_state.py, every use of the model in rank_meetings.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from freescale import compat, config
+from freescale.runtime import batch_structure
+from freescale.runtime.balance.sample_cost import FittedCost
+from freescale.runtime.lookahead import compiled_parts, rank_meetings
+from freescale.runtime.lookahead.loop_state import Planned, Run
+from freescale.runtime.lookahead.planner import Planner
+from freescale.runtime.meter import METER
+from freescale.runtime.samples.batch_balancer import BalanceOptions, Balancer, Moved, send_home
+
+_STATS_KEPT = 10_000
+# For `restore`, in the user's thread: nothing comes between its collectives and those of the training or of planning.
+_home_groups: weakref.WeakKeyDictionary[rank_meetings.Tables, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+class LookaheadLoader:
+    """Wrap any iterable of batches and loop over this instead; the rest of the loop stays as it is.
+
+        model.compile(backend="freescale")
+        for batch in freescale.LookaheadLoader(loader, model):
+            loss = model(batch); loss.backward(); optimizer.step()
+
+    loader     any iterable of batches: tensors, KeyedJaggedTensors, or dicts, lists, tuples, dataclasses of them, of
+               one structure. A feature that the model looks up is a key of a KeyedJaggedTensor, or the dict key or
+               field name of an integer tensor. Batches are handed out in order, on the model's device; they are loaded
+               up to two steps ahead, so the loader must not write into a batch that it has given away. One with a state
+               (`state_dict`, `load_state_dict`) is asked for it at every batch: see `state_dict` below
+    model      compiled: by model.compile(backend="freescale"), by torch.compile (what it returned), or in parts: not
+               compiled itself, with compiled modules in it, as DistributedModelParallel around a compiled model. What
+               a step calls is the compiled part, through the model or not; if there are several, it is the model
+    strict     loaders of different length on different ranks are an error instead of a warning; None: as the model was
+               compiled (its option "strict", else FREESCALE_STRICT)
+    balance    True, or BalanceOptions: before a batch is planned, samples move between the ranks so that all have the
+               same work, each as many samples as before. Parts of a batch are cut by sample: KeyedJaggedTensors,
+               tensors [samples, ...], 1-D tensors `x` beside `x_lengths` or `x_offsets`, lists of one object per
+               sample. With as many samples on every rank, averaged loss and gradients are those of the same global
+               batch. `origin` says where the samples come from; `restore` sends outputs per sample back there. What
+               a sample costs is fitted to the times of all ranks (`cost`, see FittedCost), or given in BalanceOptions
+
+    The numbers are those of the loop without the wrapper. What a step leaves for the next one is applied before
+    anything else sees the tables: at the end of the loop, on `break`, when an exception leaves it, before
+    `state_dict()`, and before a forward pass of another batch under torch.no_grad(), plain or from a second
+    LookaheadLoader. A batch may be left out (`continue`). All ranks loop alike; where they do not, every rank gets an
+    error that says who did what.
+
+    What Python cannot raise where it happens (at `break` it prints it), the next use of the model raises.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        model: torch.nn.Module,
+        *,
+        strict: bool | None = None,
+        balance: bool | BalanceOptions = False,
+    ) -> None:
+        self._parts = compiled_parts.compiled_parts(model)
+        self.loader, self.model = loader, model
+        self._settings = _settings_of(self._parts[0])
+        self.strict = self._settings.strict if strict is None else strict
+        self.exchanges = list(dict.fromkeys(x for part in self._parts for x in rank_meetings.exchanges_of(part)))
+        for x in self.exchanges:
+            if compat.group_by_name(x.group_name).size() != dist.get_world_size():
+                raise ValueError(
+                    f"freescale: table {x.name} is sharded over a part of the ranks; a LookaheadLoader plans for "
+                    "tables that are sharded over all of them"
+                )
+        self._tables = rank_meetings.tables_of(self.exchanges, self._settings.link_gbps)
+        self._stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
+        if not isinstance(balance, (bool, BalanceOptions)):
+            raise TypeError(f"freescale: balance must be True, False or BalanceOptions, found {type(balance).__name__}")
+        self._balance = BalanceOptions() if balance is True else balance or None
+        # What a sample costs; if it is fitted, the fit goes on from loop to loop.
+        self.cost = None if self._balance is None else self._balance.cost or FittedCost()
+        self._balance_stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
+        self._moved: Moved | None = None  # of the batch that was handed out last
+        self._open = False
+        self._state: Any = None  # of the loader behind that batch; None: the loader's own is right
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def state_dict(self) -> Any:
+        """The loader's state behind the batch that was handed out last. (The loader itself is ahead of it.)"""
+        if not hasattr(self.loader, "state_dict"):
+            raise TypeError(f"freescale: the loader has no state_dict; it is a {type(self.loader).__name__}")
+        return self.loader.state_dict() if self._state is None else copy.deepcopy(self._state)
+
+    def load_state_dict(self, state: Any) -> None:
+        """The next loop goes on there."""
+        if self._open:
+            raise RuntimeError("freescale: load_state_dict of a LookaheadLoader whose loop is on; leave the loop first")
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+        self._state = None
+
+    def stats(self) -> list[dict[str, Any]]:
+        """What this rank's exchanges were, one entry per step and exchange of the last loop (its last 10,000).
+
+        step, exchange            number of the batch, name of the exchange
+        values                    ids looked up
+        unique_rows               different rows among them
+        colliding_rows            of those, rows that some rank used in the batch before: urgent
+        bytes_urgent, bytes_early         rows that the forward pass waits for, rows that came during the step before
+        bytes_back_urgent, bytes_late     gradients sent at the end of the step, gradients sent during the next one
+        bytes_urgent_per_value    what would be urgent if values were split without bringing duplicates together
+        """
+        return [dict(s) for s in self._stats]
+
+    def balance_stats(self) -> list[dict[str, Any]]:
+        """How the batches were balanced, one entry per step of the last loop (its last 10,000), the same on all ranks.
+
+        step                      number of the batch
+        method                    what made the assignment
+        predicted_before, predicted_after   share of the step in which the average rank waits for the slowest, by the
+                                  cost of the samples, as the ranks brought them and as they train on them
+        bound                     the least that any assignment could reach
+        measured                  the same share as it was measured; None for steps whose times no later batch brought
+        moved_samples, moved_bytes          what went from one rank to another, of all ranks
+        oversized                 samples that cost more than the mean load of a rank
+        seconds                   that the loader's thread of this rank took for it
+        fit                       the cost function at that step; None if it is not fitted
+        """
+        return [dict(s) for s in self._balance_stats.copy()]  # the loader's thread goes on adding to it
+
+    @property
+    def origin(self) -> torch.Tensor:
+        """[samples, 2]: the rank and the position that each sample of the last batch had before it was balanced."""
+        return self._last_moved().origin
+
+    @property
+    def loss_weights(self) -> torch.Tensor:
+        """One for each sample of the last batch. If each rank averages loss * weight over its samples, and the results
+        are averaged over the ranks, that is the mean over all samples. All 1 where all ranks have equally many."""
+        return self._last_moved().loss_weights.to(self.exchanges[0].anchor.device)
+
+    def restore(self, outputs: Any) -> Any:
+        """Outputs per sample of the last batch, sent to where its samples come from and put in the order there.
+
+        Tensors [samples, ...] (without their gradients), lists, or whatever else a batch can be made of. Every rank
+        calls this at the same place.
+        """
+        group = _home_groups.get(self._tables)
+        if group is None:
+            group = _home_groups[self._tables] = self._tables.cpu_group()
+        return send_home(outputs, self._last_moved().origin, group)
+
+    def _last_moved(self) -> Moved:
+        if self._moved is None:
+            why = "no batch has been handed out" if self._balance else "the loader does not balance (balance=True)"
+            raise RuntimeError(f"freescale: where samples come from is not known: {why}")
+        return self._moved
+
+    def __iter__(self) -> Iterator[Any]:
+        self._stats.clear()
+        self._balance_stats.clear()
+        run, unsaid = self._tables.enter(self.model, self._parts, self.exchanges), False
+        self._open = True
+
+        def close() -> None:
+            self._tables.close(run, unsaid)
+
+        # At exit, a loop that is still open somewhere is closed while threads can still run.
+        atexit.register(close)
+        try:
+            group = self._tables.planning_group()
+            balancer = self._balancer(group)
+            planner = Planner(self.loader, self.exchanges, group, self.strict, self._settings.timeout, balancer)
+            run.stop_planning = planner.stop
+            run.planning_failed, run.why_planning_failed = lambda: planner.failed, planner.why_failed
+            while (item := planner.take()) is not None:
+                self._tables.must_be_on_top(run)
+                yield self._hand_out(run, item, balancer)
+            self._state = None
+        except GeneratorExit:  # `break`, or an exception in the loop
+            unsaid = True
+            raise
+        finally:
+            self._open = False
+            METER.pause()
+            atexit.unregister(close)
+            close()
+
+    def _balancer(self, group: dist.ProcessGroup) -> Balancer | None:
+        if self._balance is None or self.cost is None:
+            return None
+        features = list(dict.fromkeys(f for x in self.exchanges for f in x.features))
+        return Balancer(self._balance, self.cost, features, group, self._balance_stats)
+
+    def _hand_out(self, run: Run, item: Planned, balancer: Balancer | None) -> Any:
+        batch = batch_structure.move(item.batch, self.exchanges[0].anchor.device)
+        trained = run.current is not None and run.current.used
+        run.hand_out(item, batch)
+        self._state = item.loader_state
+        ended = METER.mark(item.number)
+        if balancer is not None:
+            self._moved = balancer.take(item.number, ended if trained else None)
+        for exchange, p in zip(self.exchanges, item.plans, strict=True):
+            self._stats.append({"step": item.number, "exchange": exchange.name, **p.stats})
+        return batch
+
+
+def _settings_of(model: torch.nn.Module) -> config.Config:
+    """As the model is compiled. Options that are wrong are the backend's to refuse, so that every rank hears of it."""
+    try:
+        return config.load(compat.options_of(model))
+    except config.ConfigError:
+        return config.load()

@@ -1,0 +1,126 @@
+"""A torch-only sharded table, for where FBGEMM has no build. Optimizer formulas are FBGEMM's exact ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from freescale.kernels import rows as row_kernels
+from freescale.kernels.planning import exchange_plan
+from freescale.kernels.transports import choose
+from freescale.runtime.tables.table_exchange import Exchange
+
+OPTIMIZERS = ("sgd", "rowwise_adagrad")
+
+
+class ShardedEmbedding(nn.Module):
+    """An embedding table whose rows are spread over the ranks of a process group.
+
+    `forward(ids)` takes any 1-D integer tensor and returns its rows; the backward pass updates the table, as
+    TorchRec's fused tables do, so the table has no `.grad` and is not among the module's parameters.
+
+    sharding: "row_wise" (equal blocks of rows) or "table_wise" (all rows on rank `owner`).
+    gradient_division: divide gradients by the number of ranks, as TorchRec does by default.
+    The learning rate is the attribute `lr` and may be changed at any time.
+    """
+
+    weight: torch.Tensor
+    momentum: torch.Tensor
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        optimizer: str = "sgd",
+        lr: float = 0.01,
+        eps: float = 1e-8,
+        sharding: str = "row_wise",
+        owner: int = 0,
+        gradient_division: bool = True,
+        name: str = "embedding",
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"freescale: ShardedEmbedding {name!r} needs a process group: "
+                "call torch.distributed.init_process_group first"
+            )
+        if optimizer not in OPTIMIZERS:
+            legal = ", ".join(OPTIMIZERS)
+            raise ValueError(f"freescale: optimizer must be one of {legal}, found {optimizer!r}")
+        if num_embeddings < 1 or embedding_dim < 1:
+            raise ValueError(f"freescale: table {name!r} is empty: {num_embeddings} x {embedding_dim}")
+        group = group if group is not None else dist.group.WORLD
+        assert group is not None
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.optimizer, self.lr, self.eps, self.name = optimizer, lr, eps, name
+        self._divide_by = group.size() if gradient_division else 1
+        self.shards = _shards(num_embeddings, sharding, owner, group.size())
+        mine = self.shards[group.rank()]
+        # Every rank draws the whole table from the same seed, so it does not depend on the number of ranks.
+        whole = torch.empty(num_embeddings, embedding_dim, dtype=dtype)
+        nn.init.uniform_(whole, -(num_embeddings**-0.5), num_embeddings**-0.5)
+        local = whole[mine.first : mine.first + mine.rows].clone().to(device)
+        self.register_buffer("weight", local)
+        self.register_buffer("momentum", local.new_zeros(mine.rows if optimizer == "rowwise_adagrad" else 0))
+        self._exchange = Exchange(name, self, list(self.shards), [num_embeddings], [(name, 0)], group)
+        self.register_state_dict_pre_hook(choose.settle)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._exchange.lookup([ids], self._divide_by)[0]
+
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> ShardedEmbedding:
+        """`double()`, `to(device)` and the like."""
+        super()._apply(fn, recurse)
+        self._exchange.follow_table()
+        return self
+
+    def settings(self) -> tuple[float, float]:
+        return self.lr, self.eps
+
+    def set_settings(self, settings: tuple[float, float]) -> None:
+        self.lr, self.eps = settings
+
+    def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
+        weight = self.weight
+        step = torch.full((rows.shape[0],), self.lr, dtype=weight.dtype, device=weight.device)
+        if self.optimizer == "rowwise_adagrad":
+            momentum = self.momentum.index_select(0, rows) + grads.square().sum(1) / self.embedding_dim
+            self.momentum.index_copy_(0, rows, momentum)
+            step = self.lr / (momentum.sqrt() + self.eps)
+        weight.index_copy_(0, rows, weight.index_select(0, rows) - step[:, None] * grads)
+
+    def sum_and_update(
+        self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
+    ) -> None:
+        """As apply_update with the sums of sum_rows. A row comes at most once from each rank."""
+        momentum = self.momentum if self.optimizer == "rowwise_adagrad" else None
+        row_kernels.update_rows(
+            self.weight, momentum, grad, rows, order, ends, self.lr, self.eps, self.optimizer, len(self.shards)
+        )
+
+    def describe(self, feature: int) -> str:
+        return f"table {self.name!r}, which has {self.num_embeddings} rows"
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.optimizer!r}, lr={self.lr}"
+
+
+def _shards(rows: int, sharding: str, owner: int, world: int) -> list[exchange_plan.Shard]:
+    if sharding == "row_wise":
+        block = -(-rows // world)
+        cuts = [min(r * block, rows) for r in range(world + 1)]
+    elif sharding == "table_wise":
+        if not 0 <= owner < world:
+            raise ValueError(f"freescale: owner {owner} is not a rank of a group of {world}")
+        cuts = [0 if r <= owner else rows for r in range(world + 1)]
+    else:
+        raise ValueError(f"freescale: sharding must be row_wise or table_wise, found {sharding!r}")
+    return [exchange_plan.Shard(0, cuts[r], cuts[r + 1] - cuts[r], r, 0) for r in range(world)]

@@ -1,0 +1,175 @@
+"""The plan of one step of one exchange, as tensors on the model's device, and what it hands from step to step.
+
+Made by the LookaheadLoader; read, inside the graph, by Exchange.lookup. The state that lives between two steps is
+here and nowhere else: `arrived` (rows under way for the step) and `before.grad` (gradients of the step before, still to
+be sent).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from freescale import compat
+from freescale.kernels.planning import exchange_plan
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass
+class Late:
+    """Gradients that a step left for the next one: `grad` on the requester, the rest to apply them on the owner."""
+
+    grad: torch.Tensor  # [n, dim]
+    own: Tensors  # owner: rows, order, ends
+    counts: Tensors  # [world] rows to each owner, rows from each requester
+
+    def __post_init__(self) -> None:
+        compat.mark_static(self.grad, 1)
+
+
+@dataclass
+class StepPlan:
+    """One batch of one exchange. Chunks are named as in the design: urgent, early (rows); urgent (`back`), late."""
+
+    step: torch.Tensor  # [] number of the batch, for errors
+    ids: torch.Tensor  # the ids that were planned
+    inverse: torch.Tensor  # position -> place in (early rows, urgent rows)
+    order: torch.Tensor  # the requester's duplicates, brought together by ascending key
+    ends: torch.Tensor
+    urgent: Tensors  # owner's rows, counts to requesters, counts from owners
+    early_rows: torch.Tensor
+    early_counts: Tensors  # to requesters, from owners
+    early_slots: torch.Tensor  # [rows that arrive early]; only its length matters
+    arrived: torch.Tensor  # [same, dim]; launched, not waited for, by the step before
+    # Known once the batch after it is known:
+    back: Tensors = ()  # requester's unique keys, owner's rows, order, ends, counts to owners, counts from requesters
+    late_index: torch.Tensor | None = None  # requester's unique keys
+    late_slot: torch.Tensor | None = None  # its gradient will be the late gradients
+    late_own: Tensors = ()
+    late_counts: Tensors = ()
+    backwards: int = 0  # how many backward passes have handed late gradients over
+    settings: Any = None  # of the table in the backward pass whose late gradients are pending
+    before: Late | None = None
+    next: StepPlan | None = None
+    last: bool = False  # of the loop, on every rank: no gradients are late
+    used: bool = False
+    stats: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for counts in (*self.urgent[1:], *self.early_counts):
+            compat.mark_static(counts)
+
+    def late(self) -> Late:
+        """What this step leaves for the next one: nothing unless it had a backward pass."""
+        # Without an update of the step's own its loss does not depend on the table: then what is there are zeros.
+        grad = self.late_slot.grad if self.late_slot is not None and self.backwards else None
+        if grad is None:
+            return nothing_late(self.arrived, self.urgent[1])
+        if grad.shape[0] == 0:  # autograd gave it the strides of the slot
+            grad = grad.new_empty(0, grad.shape[1])
+        return Late(grad.contiguous(), self.late_own, self.late_counts)
+
+
+def nothing_late(rows: torch.Tensor, counts: torch.Tensor) -> Late:
+    index = rows.new_empty(0, dtype=torch.int64)
+    zeros = tuple(compat.mark_static(torch.zeros_like(counts)) for _ in range(2))
+    return Late(rows.new_empty(0, rows.shape[1]), (index, index.clone(), index.clone()), zeros)
+
+
+def make(
+    number: int, ids: torch.Tensor, asked: exchange_plan.Requests, rows: exchange_plan.Split, like: torch.Tensor
+) -> StepPlan:
+    """The forward half: `rows.chosen` are the colliding (urgent) rows. `like` is an empty row of the table."""
+    urgent, early = rows
+    n_early = early.index.shape[0]
+    return StepPlan(
+        step=torch.tensor(number),
+        ids=ids,
+        inverse=exchange_plan.merged_inverse(exchange_plan.inverse_of(asked.mine), (early, urgent)),
+        order=asked.mine.order,
+        ends=asked.mine.ends,
+        urgent=(urgent.rows, urgent.send_counts, urgent.recv_counts),
+        early_rows=early.rows,
+        early_counts=(early.send_counts, early.recv_counts),
+        early_slots=torch.empty(n_early, dtype=torch.uint8),
+        arrived=like.new_empty(0, like.shape[1]),
+        stats=_row_stats(asked, rows, like),
+    )
+
+
+def finish(p: StepPlan, asked: exchange_plan.Requests, gradients: exchange_plan.Split) -> None:
+    """The backward half: `gradients.chosen` are those that the next batch needs (urgent)."""
+    back, late = gradients
+    p.back = (back.index, *exchange_plan.group(back.rows), back.recv_counts, back.send_counts)
+    p.late_index = late.index
+    p.late_own = tuple(exchange_plan.group(late.rows))
+    p.late_counts = (late.recv_counts, late.send_counts)
+    for counts in (*p.back[4:], *p.late_counts):
+        compat.mark_static(counts)
+    n, dim = late.index.shape[0], p.arrived.shape[1]
+    # A tensor that only has a shape: all its elements are the same one. Its gradient is what is wanted.
+    p.late_slot = p.arrived.new_empty(1).as_strided((n, dim), (0, 0)).requires_grad_()
+    row = dim * p.arrived.element_size()
+    p.stats["bytes_back_urgent"], p.stats["bytes_late"] = back.index.shape[0] * row, n * row
+
+
+def _row_stats(asked: exchange_plan.Requests, rows: exchange_plan.Split, like: torch.Tensor) -> dict[str, int]:
+    row = like.shape[1] * like.element_size()
+    per_key = exchange_plan.sizes_of(asked.mine.ends)
+    return {
+        "values": asked.mine.order.shape[0],
+        "unique_rows": asked.mine.values.shape[0],
+        "colliding_rows": rows.chosen.index.shape[0],
+        "bytes_urgent": rows.chosen.index.shape[0] * row,
+        "bytes_early": rows.others.index.shape[0] * row,
+        # what a split of looked-up values, without bringing duplicates together, would leave urgent
+        "bytes_urgent_per_value": int(per_key[rows.chosen.index].sum()) * row,
+    }
+
+
+# The planning thread finishes a plan while the training thread already places its rows, which the step before fetches.
+# So the halves are placed apart, and nobody but `finish` touches the backward half before the batch is handed out.
+
+
+def place_rows(p: StepPlan) -> None:
+    """Bring what the device reads of the forward half to the device, on the caller's stream, without waiting.
+
+    Counts stay on the CPU.
+    """
+    to = partial(_to, p.arrived.device)
+    p.ids, p.inverse, p.order, p.ends, p.early_rows = map(to, (p.ids, p.inverse, p.order, p.ends, p.early_rows))
+    p.urgent = (to(p.urgent[0]), *p.urgent[1:])
+
+
+def place_gradients(p: StepPlan) -> None:
+    """The same for the backward half, which is complete."""
+    assert p.late_index is not None
+    to = partial(_to, p.arrived.device)
+    p.back = (*map(to, p.back[:4]), *p.back[4:])
+    p.late_index, p.late_own = to(p.late_index), tuple(map(to, p.late_own))
+
+
+def _to(device: torch.device, t: torch.Tensor) -> torch.Tensor:
+    return t if t.device == device else t.pin_memory().to(device, non_blocking=True)
+
+
+def nothing_next(p: StepPlan) -> StepPlan:
+    """What the last step fetches for the batch after it: no rows."""
+    index = torch.empty(0, dtype=torch.int64)
+    zero = torch.zeros_like(p.urgent[1])
+    return StepPlan(
+        step=p.step + 1,
+        ids=index,
+        inverse=index,
+        order=index,
+        ends=index,
+        urgent=(index, zero, zero.clone()),
+        early_rows=index.clone(),
+        early_counts=(zero.clone(), zero.clone()),
+        early_slots=torch.empty(0, dtype=torch.uint8),
+        arrived=p.arrived.new_empty(0, p.arrived.shape[1]),
+    )

@@ -1,0 +1,194 @@
+"""An exchange as the model's forward sees it: ids in, embeddings out, gradients applied to the table in backward.
+
+Everything that `lookup` does is traced by Dynamo: tensors and ops only, no data-dependent Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import freescale.kernels  # noqa: F401  (registers the ops)
+from freescale import compat
+from freescale.kernels.ops import table_registry
+from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
+from freescale.kernels.planning import exchange_plan
+from freescale.runtime.tables.step_plan import StepPlan
+
+_ops = torch.ops.freescale
+_wait = torch.ops._c10d_functional.wait_tensor
+
+
+class Exchange:
+    """The rows of one group of tables on one process group.
+
+    `entries` are the (feature, table) pairs that it serves, `table` the optimizer of the rows that this rank owns.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        table: table_registry.Table,
+        shards: list[exchange_plan.Shard],
+        table_rows: list[int],
+        entries: list[tuple[str, int]],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.name = table_registry.register(table, name)
+        self.table = table  # keeps the registered name alive
+        self.group_name = group.group_name
+        # For what nobody waits for; a LookaheadLoader gives it a group of its own, so that it is never in the way.
+        self.background = group.group_name
+        self.features = [feature for feature, _ in entries]
+        firsts = exchange_plan.table_firsts(table_rows)
+        self.firsts = [firsts[t] for _, t in entries]
+        self.sizes = [table_rows[t] for _, t in entries]
+        owners = exchange_plan.owner_map(shards, table_rows, group.size())
+        self.bounds, self.shifts, self.starts = (compat.mark_static(t) for t in owners)
+        self.follow_table()
+        # The plan of the batch that a LookaheadLoader handed out last, None without one. By this name compat knows the
+        # tensors in it, whose sizes are ours.
+        self.freescale_plan: StepPlan | None = None
+        # The loop of a LookaheadLoader is on, but not a call that it has seen: whoever looks up now tells it first.
+        self.unseen = False
+        self.look_first: Callable[[], None] = lambda: None
+
+    def follow_table(self) -> None:
+        """The table has its type and its device, now or after `model.double()` and the like."""
+        weight = self.table.weight
+        # The token that goes through the graph. It wants a gradient so that autograd calls the exchange's backward.
+        self.anchor = compat.mark_static(weight.new_empty(0, weight.shape[1]).requires_grad_())
+
+    def lookup(self, ids: list[torch.Tensor], divide_by: int) -> tuple[torch.Tensor, ...]:
+        """The rows of each entry's ids, in the order of `entries`. Gradients are divided by `divide_by`."""
+        if self.unseen and torch.compiler.is_compiling():
+            _tell(self)  # outside torch.compile, a hook of the table's module has done so
+        if self.freescale_plan is None:
+            made = _ops.plan_now(
+                ids, self.firsts, self.sizes, self.bounds, self.shifts, self.starts, self.name, self.group_name
+            )
+            embedded = ExchangeRows.apply(self.anchor, *made, divide_by, self.name, self.group_name)
+        else:
+            embedded = self._planned(self.freescale_plan, ids, divide_by)
+        return torch.split(embedded, [i.shape[0] for i in ids])
+
+    def _planned(self, p: StepPlan, ids: list[torch.Tensor], divide_by: int) -> torch.Tensor:
+        if p.used:
+            _refuse_second_lookup(self.name)
+        p.used = True
+        token = _ops.expect_ids(self.anchor.detach(), ids, p.ids, p.step, self.name)
+        embedded = PlannedRows.apply(
+            self.anchor, p.late_slot, token, _wait(p.arrived), p.inverse, p.order, p.ends, *p.urgent, *p.back,
+            p.late_index, divide_by, self.name, self.group_name
+        )  # fmt: skip
+        # Gradients of the step before that this batch does not need; then rows for the next batch. No row of either is
+        # among those above, so their place among the compute is free.
+        late, then = p.before, p.next
+        assert late is not None and then is not None
+        names = (self.name, self.background)
+        settled = _ops.exchange_backward(
+            token, late.grad, *late.own, *late.counts, late.own[1].shape[0], LATE, *names
+        )
+        then.arrived = _ops.all_to_all_rows_launch(
+            settled, then.early_rows, *then.early_counts, then.early_slots.shape[0], EARLY, *names
+        )
+        return embedded
+
+
+@compat.leave_graph(
+    "freescale: a compiled function or module that the LookaheadLoader was not given looks up a table while its loop "
+    "is on. What is pending must be applied before that, outside the graph: give the LookaheadLoader the module whose "
+    "call is compiled, or leave the loop first"
+)
+def _tell(exchange: Exchange) -> None:
+    exchange.look_first()
+
+
+@compat.assume_constant_result
+def _refuse_second_lookup(name: str) -> None:
+    # Dynamo runs this while it traces. Were the error in the traced code, it would be a graph break: TorchRec's own
+    # forward would do the step, and a rank without samples would fail in it while the others wait.
+    raise RuntimeError(
+        f"freescale: {name} is looked up twice in a step, which cannot be planned ahead: look up all its ids at once, "
+        "or train without a LookaheadLoader"
+    )
+
+
+class ExchangeRows(torch.autograd.Function):
+    """An exchange that was not planned ahead: all rows now, all gradients now."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor, inverse, order, ends, recv_counts, rows, send_counts, *rest):  # type: ignore[override]
+        own_rows, own_order, own_ends, ctx.divide_by, ctx.table, ctx.group_name = rest
+        token = anchor.detach()
+        ctx.save_for_backward(token, order, ends, recv_counts, send_counts, own_rows, own_order, own_ends)
+        unique = _ops.exchange_forward(
+            token, rows, send_counts, recv_counts, ends.shape[0], URGENT, ctx.table, ctx.group_name
+        )
+        return unique.index_select(0, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # type: ignore[override]
+        token, order, ends, recv_counts, send_counts, own_rows, own_order, own_ends = ctx.saved_tensors
+        done = _ops.exchange_backward(
+            token, _unique_gradients(grad, order, ends, ctx.divide_by), own_rows, own_order, own_ends,
+            recv_counts, send_counts, own_order.shape[0], URGENT, ctx.table, ctx.group_name
+        )  # fmt: skip
+        return done, *(None,) * 12
+
+
+class PlannedRows(torch.autograd.Function):
+    """The part of a planned exchange that the model waits for; late gradients come out as `late_slot`'s gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor, late_slot, token, early, inverse, order, ends, *rest):  # type: ignore[override]
+        urgent_rows, urgent_send, urgent_recv = rest[:3]
+        back_index, own_rows, own_order, own_ends, back_send, back_recv, late_index = rest[3:10]
+        ctx.divide_by, ctx.table, ctx.group_name = rest[10:]
+        ctx.save_for_backward(
+            token, order, ends, back_index, own_rows, own_order, own_ends, back_send, back_recv, late_index
+        )
+        n_urgent = ends.shape[0] - early.shape[0]
+        torch._check(n_urgent >= 0)
+        urgent = _ops.exchange_forward(
+            token, urgent_rows, urgent_send, urgent_recv, n_urgent, URGENT, ctx.table, ctx.group_name
+        )
+        return torch.cat([early, urgent]).index_select(0, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # type: ignore[override]
+        token, order, ends, back_index, own_rows, own_order, own_ends, send, recv, late_index = ctx.saved_tensors
+        unique = _unique_gradients(grad, order, ends, ctx.divide_by)
+        done = _ops.exchange_backward(
+            token, unique.index_select(0, back_index), own_rows, own_order, own_ends,
+            send, recv, own_order.shape[0], URGENT, ctx.table, ctx.group_name
+        )  # fmt: skip
+        return done, unique.index_select(0, late_index), *(None,) * 18
+
+
+def _unique_gradients(grad: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, divide_by: int) -> torch.Tensor:
+    unique = _ops.sum_rows(grad.contiguous(), order, ends)
+    return unique / divide_by if divide_by != 1 else unique
+
+
+class ReplicatedRows(torch.autograd.Function):
+    """Lookup in a table that every rank holds whole; its gradient is averaged over the ranks, as DDP would."""
+
+    @staticmethod
+    def forward(ctx: Any, flat, dim, rows, world, group_name):  # type: ignore[override]
+        ctx.save_for_backward(flat, rows)
+        ctx.dim, ctx.world, ctx.group_name = dim, world, group_name
+        return flat.view(-1, dim).index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # type: ignore[override]
+        flat, rows = ctx.saved_tensors
+        n_rows = flat.shape[0] // ctx.dim
+        ordered, order = torch.sort(rows, stable=True)
+        ends = torch.searchsorted(ordered, torch.arange(n_rows, device=rows.device), right=True)
+        total = _ops.sum_rows(grad.contiguous(), order, ends) / ctx.world
+        reduced = torch.ops._c10d_functional.all_reduce(total, "sum", ctx.group_name)
+        return torch.ops._c10d_functional.wait_tensor(reduced).view(-1), None, None, None, None

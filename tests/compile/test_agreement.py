@@ -1,0 +1,96 @@
+"""Ranks that would run different programs: a sentence on every rank, no hang."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ranks import run_ranks
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        import freescale
+
+        self.table = freescale.ShardedEmbedding(32, 4)
+
+    def forward(self, ids):
+        return self.table(ids).sum()
+
+
+def _step(options=None, late=0):
+    import time
+
+    if dist.get_rank() == 1:
+        time.sleep(late)
+    model = torch.compile(Model(), backend="freescale", fullgraph=True, options=options or {"codegen": "eager"})
+    return float(model(torch.tensor([1, 2, 31])).detach())
+
+
+def test_same_flags_run():
+    a, b = run_ranks(_step, 2, env={"FREESCALE_CODEGEN": "eager"})
+    assert a == b
+
+
+def test_different_flags_raise_on_every_rank():
+    for error in run_ranks(_step, 2, env_of={1: {"FREESCALE_PASSES": "none"}}, expect_errors=True):
+        assert "ranks disagree: FREESCALE_PASSES is 'all' on rank 0 and 'none' on rank 1" in error
+
+
+def test_a_bad_flag_on_one_rank_raises_on_every_rank():
+    for env in ({"FREESCALE_CODEGEN": "fast"}, {"FREESCALE_PASES": "none"}):
+        first, second = run_ranks(_step, 2, env_of={1: env}, expect_errors=True)
+        name = next(iter(env))
+        assert "rank 1 failed before the first step" in first and name in first
+        assert name in second and "ConfigError" in second
+
+
+def test_a_rank_that_does_not_come_is_named():
+    results = run_ranks(_step, 2, None, 8, env={"FREESCALE_TIMEOUT": "2"}, expect_errors=True)
+    assert "rank 1 did not reach the first compiled step" in results[0]
+
+
+def _other_launches():
+    """Rank 1's passes find something else to launch."""
+    from freescale.passes.exchange_meta import Exchange
+
+    if dist.get_rank() == 1:
+        Exchange.__str__ = lambda x: f"{x.way} {x.priority}"
+    return _step()
+
+
+def test_other_launches_raise_on_every_rank():
+    for error in run_ranks(_other_launches, 2, expect_errors=True):
+        assert "ranks disagree: what the forward graph launches is ['urgent rows of embedding'] on rank 0" in error
+        assert "['rows urgent'] on rank 1" in error
+
+
+def _inductor_step():
+    """Loss, and how many graphs the passes saw: none where the code came out of a cache."""
+    from freescale import driver
+    from freescale.passes.exchange_meta import Exchange
+
+    wrong = os.environ.get("WRONG")
+    if wrong:
+        Exchange.__str__ = lambda x: wrong
+    return _step({"codegen": "inductor"}), sum(driver.REPORT.graphs.values())
+
+
+def _caches(tmp_path, rank: int, **more: str) -> dict[str, str]:
+    return {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache{rank}"), **more}
+
+
+def test_launches_are_compared_also_where_one_rank_had_a_cache_hit(tmp_path):
+    cold = run_ranks(_inductor_step, 2, env_of={r: _caches(tmp_path, r) for r in range(2)})
+    assert all(seen > 0 for _, seen in cold)
+    fresh = {0: _caches(tmp_path, 0), 1: _caches(tmp_path, 2)}
+    (a, hit), (b, miss) = run_ranks(_inductor_step, 2, env_of=fresh)
+    assert a == b and miss > 0
+    assert hit == 0  # else this test does not test what it says
+    other = {0: _caches(tmp_path, 0), 1: _caches(tmp_path, 3, WRONG="something else")}
+    for error in run_ranks(_inductor_step, 2, env_of=other, expect_errors=True):
+        assert "ranks disagree: what the forward graph launches" in error and "something else" in error

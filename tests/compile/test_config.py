@@ -1,0 +1,145 @@
+"""freescale.config: who beats whom, what is refused and in which words, and the README's table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from freescale import config
+from freescale.config import Config, ConfigError, load
+from repo import ROOT
+
+README = ROOT / "README.md"
+
+
+def test_defaults_without_environment_or_options():
+    assert load(environ={}) == Config()
+
+
+def test_option_beats_environment_beats_default():
+    environ = {"FREESCALE_TIMEOUT": "7", "FREESCALE_STRICT": "1"}
+    assert load(environ={}).timeout == Config.timeout
+    assert load(environ=environ).timeout == 7.0
+    assert load({"timeout": 3}, environ).timeout == 3.0
+    assert load({"timeout": 3}, environ).strict is True  # no option names it
+
+
+def test_environment_of_the_process_is_read(monkeypatch):
+    monkeypatch.setenv("FREESCALE_CODEGEN", "eager")
+    assert load().codegen == "eager"
+
+
+def test_other_variables_are_left_alone():
+    assert load(environ={"FREE": "1", "FREESCAL": "x", "PATH": ""}) == Config()
+
+
+def test_unknown_flag_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError) as error:
+        load(environ={"FREESCALE_CODGEN": "eager"})
+    said = str(error.value)
+    assert said.startswith("FREESCALE_CODGEN is not a flag of freescale. Did you mean FREESCALE_CODEGEN?")
+    assert all(f"FREESCALE_{name.upper()}" in said for name in config.FIELDS)
+
+
+def test_unknown_option_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError) as error:
+        load({"strct": True}, environ={})
+    assert str(error.value).startswith("strct is not an option of freescale. Did you mean strict? Known: ")
+
+
+def test_unknown_option_unlike_any_other_gets_no_suggestion():
+    with pytest.raises(ConfigError) as error:
+        load({"qqqqqq": 1}, environ={})
+    assert "Did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", True), ("true", True), ("ON", True), ("0", False), ("False", False), ("off", False)],
+)
+def test_switch_values(text: str, value: bool):
+    assert load(environ={"FREESCALE_STRICT": text}).strict is value
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"FREESCALE_STRICT": "maybe"}, "FREESCALE_STRICT must be 1 or 0, found 'maybe'"),
+        ({"FREESCALE_TIMEOUT": "soon"}, "FREESCALE_TIMEOUT must be a number, found 'soon'"),
+        ({"FREESCALE_TIMEOUT": "0"}, "FREESCALE_TIMEOUT must be more than 0 seconds, found 0.0"),
+        ({"FREESCALE_TIMEOUT": "nan"}, "FREESCALE_TIMEOUT must be more than 0 seconds, found nan"),
+        ({"FREESCALE_CODEGEN": "foo"}, "FREESCALE_CODEGEN must be one of inductor, eager, found 'foo'"),
+    ],
+)
+def test_bad_flag_is_refused(environ: dict[str, str], sentence: str):
+    with pytest.raises(ConfigError) as error:
+        load(environ=environ)
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"strict": 2}, "option 'strict' must be 1 or 0, found 2"),
+        ({"timeout": None}, "option 'timeout' must be a number, found None"),
+        ({"codegen": "foo"}, "option 'codegen' must be one of inductor, eager, found 'foo'"),
+        ({"codegen": 3}, "option 'codegen' must be text, found 3"),
+    ],
+)
+def test_bad_option_is_refused(options: dict[str, Any], sentence: str):
+    with pytest.raises(ConfigError) as error:
+        load(options, environ={})
+    assert str(error.value) == sentence
+
+
+@pytest.fixture
+def abc(monkeypatch):
+    """Three passes, so that these tests do not change with the list of passes."""
+    monkeypatch.setattr(config, "PASS_NAMES", ("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("text", "enabled"),
+    [
+        ("all", "abc"),
+        ("none", ""),
+        ("", ""),
+        ("b", "b"),
+        ("c, a", "ac"),  # the order is ours, not the user's
+        ("-b", "ac"),
+        ("-a,-c", "b"),
+    ],
+)
+def test_passes_are_toggled(abc, text: str, enabled: str):
+    assert load(environ={"FREESCALE_PASSES": text}).enabled_passes() == tuple(enabled)
+
+
+def test_passes_as_a_list_in_options(abc):
+    assert load({"passes": ["c", "a"]}, environ={}).enabled_passes() == ("a", "c")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a,-b", "FREESCALE_PASSES mixes passes to run and passes to leave out: 'a,-b'"),
+        ("d", "FREESCALE_PASSES names an unknown pass 'd'; the passes are a, b, c"),
+        ("-d", "FREESCALE_PASSES names an unknown pass 'd'; the passes are a, b, c"),
+        ("all,a", "FREESCALE_PASSES names an unknown pass 'all'; the passes are a, b, c"),
+    ],
+)
+def test_bad_list_of_passes_is_refused(abc, text: str, sentence: str):
+    with pytest.raises(ConfigError) as error:
+        load(environ={"FREESCALE_PASSES": text})
+    assert str(error.value) == sentence
+
+
+def test_table_names_every_flag_once():
+    rows = config.markdown_table().splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == [f"FREESCALE_{name.upper()}" for name in config.FIELDS]
+
+
+def test_readme_holds_the_table():
+    lines = README.read_text().splitlines()
+    table = lines[lines.index("<!-- flags -->") + 1 : lines.index("<!-- /flags -->")]
+    assert "\n".join(table).strip() == config.markdown_table()

@@ -1,0 +1,145 @@
+"""`python -m freescale doctor`: the words, the JSON and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import freescale
+from freescale import compat, config, doctor
+from freescale.__main__ import main
+from repo import ROOT
+
+MAKEFILE = ROOT / "Makefile"
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def doctors(tmp_path_factory) -> dict[str, Said]:
+    """Processes of their own, side by side: an import of TorchRec takes its time."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("FREESCALE_")}
+    asked = {
+        "words": ([], {"FREESCALE_TIMEOUT": "7"}),
+        "bad flag": ([], {"FREESCALE_CODEGEN": "foo"}),
+        "json": (["--json"], {}),
+    }
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", "freescale", "doctor", *args], env={**clean, **flags}, text=True,
+            cwd=tmp_path_factory.mktemp("doctor"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for name, (args, flags) in asked.items()
+    }  # fmt: skip
+    said = {name: process.communicate(timeout=200) for name, process in started.items()}
+    return {name: Said(started[name].returncode, *texts) for name, texts in said.items()}
+
+
+def test_words(doctors):
+    found = doctors["words"]
+    assert found.code == 0, found
+    lines = [" ".join(line.split()) for line in found.out.splitlines()]
+    assert f"freescale {freescale.__version__}" in lines
+    assert f"torch {torch.__version__} (supported)" in lines
+    assert "gloo: yes" in lines
+    assert "c10d: yes" in lines
+    if torch.cuda.device_count() == 0:
+        assert "staged: no: it copies between GPUs, and there is none" in lines
+        assert "peer: no: it copies between GPUs, and there is none" in lines
+    else:
+        assert "staged: yes" in lines
+    assert "native: yes" in lines
+    assert "FREESCALE_TIMEOUT 7.0" in lines
+    assert any(line.startswith("TorchRec: ") for line in lines)
+    assert any(line.startswith("CPU: ") for line in lines)
+    if "TorchRec: yes" in lines and torch.cuda.device_count() == 0 and "triton not installed" not in lines:
+        assert lines[-1] == "Nothing is missing."
+
+
+def test_bad_flag(doctors):
+    found = doctors["bad flag"]
+    assert found.code == 1
+    assert "FREESCALE_CODEGEN must be one of inductor, eager, found 'foo'" in found.out
+    assert "freescale cannot be used" in found.out
+    assert "Traceback" not in found.out + found.err
+
+
+def test_json(doctors):
+    found = doctors["json"]
+    assert found.code == 0, found
+    facts = json.loads(found.out)
+    assert facts["usable"] is True
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["torch_supported"] is True
+    assert facts["process_groups"]["gloo"] is True
+    assert set(facts["settings"]) == {f"FREESCALE_{name.upper()}" for name in config.FIELDS}
+
+
+@pytest.fixture
+def no_torchrec(monkeypatch):
+    """Fast, and the same wherever TorchRec is installed or not."""
+    monkeypatch.setitem(sys.modules, "torchrec", None)
+    monkeypatch.setitem(sys.modules, "torchrec.distributed.embedding", None)
+    for name in [v for v in os.environ if v.startswith("FREESCALE_")]:
+        monkeypatch.delenv(name)
+
+
+def test_torch_that_is_not_supported(no_torchrec, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "2.10.0 (not supported)" in said
+    assert "a supported torch: this is 2.10.0. Install torch 2.11 or 2.12 or 2.13." in said
+
+
+def test_self_test_that_fails(no_torchrec, monkeypatch, capsys):
+    def broken() -> None:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr(compat, "self_test", broken)
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "the self test of freescale.compat failed (AttributeError: no such thing)" in said
+
+
+def test_without_torchrec_it_is_usable(no_torchrec, monkeypatch, tmp_path, capsys):
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["tables"]["native"] == "yes"
+    assert facts["tables"]["TorchRec"].startswith("no: ")
+    (remedy,) = (m["remedy"] for m in facts["missing"] if m["what"].startswith("TorchRec: "))
+    assert "run `make setup`, or pip install tensordict" in remedy
+    assert " && pip install --no-deps torchrec==" in remedy and " fbgemm-gpu-cpu==" in remedy
+    monkeypatch.setattr(freescale, "__path__", [str(tmp_path / "site-packages" / "freescale")])  # no checkout
+    assert main(["doctor", "--json"]) == 0
+    assert "make" not in capsys.readouterr().out
+
+
+def test_without_arguments_it_prints_usage(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: python -m freescale") and "doctor" in said
+
+
+def test_unknown_command(capsys):
+    assert main(["docter"]) == 2
+    assert capsys.readouterr().err.startswith("freescale has no command 'docter'. Known: doctor")
+
+
+def test_versions_agree_with_compat_and_the_makefile():
+    assert tuple(doctor.TORCHREC_FOR) == compat.SUPPORTED
+    lines = MAKEFILE.read_text().splitlines()
+    for minor, (torchrec, fbgemm) in doctor.TORCHREC_FOR.items():
+        assert f"TORCHREC_{minor} := {torchrec}" in lines
+        assert f"FBGEMM_{minor} := {fbgemm}" in lines
+    assert f"TORCHREC_NEEDS := {doctor.TORCHREC_NEEDS}" in lines

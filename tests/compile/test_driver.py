@@ -1,0 +1,178 @@
+"""The driver: order, toggling, refusal, strict, artifacts, cache key, a user's own pass, the backward graph."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+import freescale.passes
+from fake_world import graphs_of
+from freescale import compat, config, driver, progress
+from freescale.passes.exchange_meta import CannotApply
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    driver._said.clear()
+    with compat.fresh_caches():
+        yield
+    torch._dynamo.reset()
+
+
+def _step(**options):
+    model = torch.nn.Linear(4, 4)
+    compiled = torch.compile(model, backend="freescale", fullgraph=True, options=options or None)
+    x = torch.randn(3, 4)
+    out = compiled(x)
+    assert torch.allclose(out, model(x), atol=1e-6)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("codegen", ("inductor", "eager"))
+def test_both_graphs_are_passed_over(codegen):
+    graphs = graphs_of(lambda: _step(codegen=codegen))
+    assert set(graphs) == {(w, n) for w in ("forward", "backward") for n in ("before", *config.PASS_NAMES)}
+
+
+def test_a_pass_that_is_off_does_not_run():
+    graphs = graphs_of(lambda: _step(passes="none"))
+    assert set(graphs) == {("forward", "before"), ("backward", "before")}
+
+
+def _refuses(gm, cfg):
+    raise CannotApply("this graph is purple")
+
+
+def _with_pass(fn):
+    return mock.patch.object(freescale.passes, "PASSES", (("find_exchanges", fn),))
+
+
+def test_a_refusal_is_said_once_and_changes_nothing(caplog):
+    with _with_pass(_refuses), caplog.at_level(logging.WARNING, "freescale"):
+        _step(codegen="eager")
+    assert [r.message for r in caplog.records].count("find_exchanges does not apply: this graph is purple") == 1
+
+
+def test_a_refusal_is_an_error_under_strict():
+    with _with_pass(_refuses), pytest.raises(Exception, match="this graph is purple"):
+        _step(codegen="eager", strict=True)
+
+
+def test_a_pass_that_breaks_the_graph_is_caught():
+    def breaks(gm, cfg):
+        first = next(n for n in gm.graph.nodes if n.op == "call_function")
+        first.append(next(n for n in gm.graph.nodes if n.op == "placeholder"))  # used before it is defined
+        return 1
+
+    with _with_pass(breaks), pytest.raises(Exception, match="before|used"):
+        _step(codegen="eager")
+
+
+def test_one_log_line_per_pass_and_graph(caplog):
+    with caplog.at_level(logging.INFO, "freescale"):
+        _step(codegen="eager")
+    lines = [r.getMessage() for r in caplog.records if r.name == "freescale.driver"]
+    assert [line.split(":")[0] for line in lines] == [f"{w} {n}" for w in ("forward", "backward") for n in config.PASS_NAMES]
+
+
+def test_an_artifact_after_each_pass():
+    with mock.patch.object(compat, "trace_artifact", wraps=compat.trace_artifact) as artifact:
+        _step(codegen="eager")
+    names = [call.args[0] for call in artifact.call_args_list]
+    assert names == [f"freescale_{w}_{n}" for w in ("forward", "backward") for n in ("before", *config.PASS_NAMES)]
+    assert "mm" in artifact.call_args_list[0].args[1]()
+
+
+def test_cache_key_covers_config_and_sources():
+    a, b = driver.Driver(config.Config()), driver.Driver(config.Config(passes="none"))
+    assert a.uuid() == driver.Driver(config.Config()).uuid() != b.uuid()
+    driver._source_hash.cache_clear()
+    with mock.patch.object(compat, "get_hash_for_files", return_value=b"other sources"):
+        changed = a.uuid()
+    driver._source_hash.cache_clear()
+    assert changed != a.uuid()
+
+
+def test_a_pass_that_the_user_set_runs_too():
+    import torch._inductor.config as inductor
+
+    seen = []
+
+    class Theirs(compat.CustomGraphPass):
+        def __call__(self, graph):
+            seen.append(driver.direction(graph))
+
+        def uuid(self):
+            return "theirs"
+
+    with inductor.patch(post_grad_custom_post_pass=Theirs()):
+        graphs = graphs_of(lambda: _step(codegen="inductor"))
+    assert seen == ["forward", "backward"] and ("forward", "find_exchanges") in graphs
+
+
+def test_a_cache_hit_runs_without_the_passes():
+    """Inductor's cache returns code for the same graph and flags, and compiles anew for other flags."""
+    _step()
+    torch._dynamo.reset()
+    before = dict(driver.REPORT.from_cache)
+    assert graphs_of(_step) == {}
+    assert driver.REPORT.from_cache == {way: n + 1 for way, n in before.items()}
+    torch._dynamo.reset()
+    assert graphs_of(lambda: _step(strict=True)) != {}
+
+
+def _say_to(terminal: bool, rank: int, level: int, capsys, run) -> list[str]:
+    """What `run` leaves on standard error of our words, where that is a terminal or not, and the log is on or not."""
+    log = logging.getLogger("freescale.progress")
+    with (
+        mock.patch.object(sys.stderr, "isatty", lambda: terminal, create=True),
+        mock.patch.object(progress, "_first_rank", lambda: rank == 0),
+        mock.patch.object(log, "isEnabledFor", lambda asked: asked >= level),
+    ):
+        run()
+    lines = capsys.readouterr().err.split("\n")
+    return [line.removeprefix(progress._CLEAR) for line in lines if "freescale: " in line]
+
+
+def test_a_word_while_it_compiles(capsys):
+    said = _say_to(True, 0, logging.WARNING, capsys, _step)
+    assert said[0] == "freescale: compiling the forward graph (0 exchanges); this can take a minute"
+    assert said[3].startswith("freescale: the backward graph is compiled after ") and len(said) == 4
+
+
+@pytest.mark.parametrize("terminal, rank, level", ((False, 0, logging.WARNING), (True, 1, logging.WARNING), (True, 0, logging.INFO)))
+def test_the_word_is_for_the_terminal_of_the_first_rank_where_no_log_is_on(terminal, rank, level, capsys):
+    assert _say_to(terminal, rank, level, capsys, lambda: progress.say("something")) == []
+
+
+LOGGED = """
+import logging, torch
+torch.compile(torch.nn.Linear(2, 2), backend="freescale", options={"codegen": "eager"})(torch.ones(2, 2))
+logging.basicConfig(level=logging.INFO)  # as many a library and script do
+torch.compile(torch.nn.Linear(3, 2), backend="freescale", options={"codegen": "eager"})(torch.ones(2, 3))
+"""
+
+
+def test_a_line_of_the_log_is_printed_once():
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGED], env={**os.environ, "TORCH_LOGS": "+freescale"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("forward find_exchanges: 0 sites") == 2, done.stderr
+
+
+def test_mode_is_refused():
+    with pytest.raises(Exception, match="no mode, found mode='reduce-overhead'"):
+        torch.compile(torch.nn.Linear(2, 2), backend="freescale", mode="reduce-overhead")(torch.ones(1, 2))
+
+
+def test_unknown_option_is_refused():
+    with pytest.raises(Exception, match="stict is not an option of freescale. Did you mean strict"):
+        torch.compile(torch.nn.Linear(2, 2), backend="freescale", options={"stict": True})(torch.ones(1, 2))

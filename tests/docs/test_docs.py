@@ -1,0 +1,176 @@
+"""What the README and the other pages show runs: every snippet, every command as far as it can be tried, every name."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zoo
+from ranks import HAS_TORCHREC, run_ranks, run_ranks_apart
+from repo import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.M | re.S)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    found = [m.groups() for m in FENCE.finditer(page.read_text())]
+    return [re.sub(f"^{indent}", "", text, flags=re.M) for indent, lang, text in found if lang == language]
+
+
+def commands() -> list[str]:
+    """Lines of blocks and words between backticks that begin as a command does."""
+    said = [line.split("  #")[0].strip() for page in PAGES for block in blocks(page, "") for line in block.splitlines()]
+    said += [words for page in PAGES for words in re.findall(r"`([^`\n]+)`", page.read_text())]
+    return [s for s in said if re.match(r"(sudo |[A-Z_]+=\S+ )*(make|python|bash|pip|torchrun) ", s)]
+
+
+class MyModel(torch.nn.Module):
+    """What the README calls so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = zoo.ManyTasks()
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.inner(batch)
+
+
+def _run_snippets(texts: list[str]) -> None:
+    """One after the other, as in a script that has a model, a device, a loader and an optimizer of its own."""
+    batches = [zoo.batch(step, dist.get_rank(), 4) for step in range(3)]
+    names: dict[str, Any] = {"MyModel": MyModel, "device": torch.device("cpu")}
+    names["optimizer"] = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    for text in texts:
+        names["loader"] = batches
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(text, "README", "exec"), names)
+        if names["loader"] is not batches:
+            for batch in names["loader"]:
+                names["model"](batch).backward()
+    names["stop"]()
+
+
+@pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+def test_the_snippets_of_the_readme_run():
+    texts = blocks(ROOT / "README.md", "python")
+    assert any("model.compile" in t for t in texts) and any("balance=True" in t for t in texts)
+    run_ranks(_run_snippets, 2, texts, env={"FREESCALE_CODEGEN": "eager"})
+
+
+def test_the_snippets_of_the_other_pages_run():
+    texts = [t for page in PAGES[1:] for t in blocks(page, "python")]
+    names: dict[str, Any] = {}
+    for text in texts:
+        exec(compile(text, "CONTRIBUTING", "exec"), names)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops.aten.mm.default, (x, x)))
+    assert names["count_matmuls"](torch.fx.GraphModule({}, graph), None) == 1
+    from freescale import driver
+
+    driver._observers.clear()
+
+
+def _help(script: str) -> str:
+    """What `script --help` prints."""
+    sys.path.insert(0, str((ROOT / script).parent))
+    said = io.StringIO()
+    sys.argv = [script, "--help"]
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert ended.value.code == 0, script
+    return said.getvalue()
+
+
+# The lab is no benchmark; what balance.py trains is a part of it that can be started alone.
+TOOLS = ("benchmarks/netlab.py", "benchmarks/balance_train.py")
+
+
+def _scripts() -> list[str]:
+    """Programs that a page names, or that can be started."""
+    named = {w for page in PAGES for w in re.findall(r"\b(?:benchmarks|examples|tests)/\w+\.(?:py|sh)\b", page.read_text())}
+    for name in named:
+        assert (ROOT / name).exists() or "count_matmuls" in name, name  # the pass that CONTRIBUTING has one write
+    started = [str(f.relative_to(ROOT)) for f in (ROOT / "benchmarks").glob("*.py") if "__main__" in f.read_text()]
+    return sorted(set(started) - {"benchmarks/overlap_rank.py"}) + ["examples/train_hstu.py"]
+
+
+def test_every_program_says_what_it_takes():
+    scripts = _scripts()
+    if not HAS_TORCHREC:
+        scripts.remove("examples/train_hstu.py")
+    helps = dict(zip(scripts, run_ranks_apart(_help, [(s,) for s in scripts]), strict=True))
+    for script, words in helps.items():
+        if script.startswith("benchmarks/") and script not in TOOLS:
+            assert "--quick" in words and "--json" in words, script
+    for command in commands():
+        words = shlex.split(command)
+        script = next((w for w in words if w in helps), None)
+        for flag in (w for w in words if w.startswith("--") and script is not None):
+            assert flag.split("=")[0] in helps[script], command
+
+
+def test_commands():
+    found = commands()
+    assert len(found) > 10
+    from freescale import config
+
+    for command in found:
+        words = [w for w in shlex.split(command) if w != "sudo"]
+        while re.match(r"[A-Z_]+=", words[0]):
+            flag = words.pop(0).split("=")[0]
+            assert not flag.startswith(config.PREFIX) or flag.removeprefix(config.PREFIX).lower() in config.FIELDS, flag
+        if words[0] == "make":
+            subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
+        elif words[0] == "bash":
+            subprocess.run(["bash", "-n", words[1]], cwd=ROOT, check=True)
+        elif words[:3] == ["python", "-m", "freescale"]:
+            from freescale.__main__ import main
+
+            with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()):
+                main([*words[3:4], "--help"])
+            assert ended.value.code == 0, command
+
+
+def test_flags_that_pages_name_exist():
+    from freescale import config
+
+    for page in PAGES:
+        for flag in re.findall(r"FREESCALE_([A-Z_]+)", page.read_text()):
+            assert flag.lower() in config.FIELDS, (page.name, flag)
+
+
+def test_the_two_lines_that_install_torchrec():
+    from freescale import doctor
+
+    lines = [c for c in commands() if c.startswith("pip install") and "[" not in c]
+    torchrec, fbgemm = doctor.TORCHREC_FOR["2.13"]
+    assert lines == [
+        f"pip install . {doctor.TORCHREC_NEEDS}",
+        f"pip install --no-deps torchrec=={torchrec} fbgemm-gpu-cpu=={fbgemm}",
+    ]
+
+
+def test_a_bad_flag_is_found_before_anything_is_trained():
+    """The example's eager half takes as long as the other."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    if not HAS_TORCHREC:
+        pytest.skip("torchrec or fbgemm_gpu is not installed")
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / "train_hstu.py"), "--steps", "1000"],
+        env={**os.environ, "FREESCALE_PASES": "all"}, capture_output=True, text=True, timeout=200, check=False
+    )  # fmt: skip
+    assert done.returncode != 0 and "FREESCALE_PASES is not a flag of freescale. Did you mean FREESCALE_PASSES?" in done.stderr

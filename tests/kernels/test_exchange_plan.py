@@ -1,0 +1,333 @@
+"""Planning against plain Python sets, on several ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from freescale.kernels.planning import exchange_plan, row_requests
+from freescale.runtime.tables import step_plan
+
+DIM = 2
+Key = tuple[int, int]  # table, row
+
+
+class Threads:
+    """Ranks as threads. `all_to_all` takes the place of the one over a process group; `group` is the rank."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self.box = world, {}
+        self.barrier = threading.Barrier(world, timeout=30)
+
+    def all_to_all(self, out, x, recv, send, group):
+        assert sum(send) == x.shape[0] and sum(recv) == out.shape[0]
+        for to, part in enumerate(x.split(list(send))):
+            self.box[group, to] = part
+        self.barrier.wait()
+        for from_, part in enumerate(out.split(list(recv))):
+            part.copy_(self.box[from_, group])  # raises where the two ends disagree on a count
+            assert part.shape == self.box[from_, group].shape and part.dtype == self.box[from_, group].dtype
+        self.barrier.wait()
+
+    def exchange(self, x, recv, send, rank):
+        out = x.new_empty(int(recv.sum()), *x.shape[1:])
+        self.all_to_all(out, x, recv.tolist(), send.tolist(), rank)
+        return out
+
+    def run(self, fn):
+        def rank(r):
+            try:
+                return fn(r)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        with mock.patch.object(row_requests, "all_to_all_cpu", self.all_to_all), ThreadPoolExecutor(self.world) as pool:
+            futures = [pool.submit(rank, r) for r in range(self.world)]
+            errors = [e for f in futures if (e := f.exception()) is not None]
+            for e in errors:
+                if not isinstance(e, threading.BrokenBarrierError):
+                    raise e
+            return [f.result() for f in futures]
+
+
+@dataclass
+class Case:
+    world: int
+    tables: list[int]  # rows of each
+    shards: list[exchange_plan.Shard]
+    features: list[int]  # the table of each
+    ids: list[list[list[list[int]]]]  # batch, rank, feature
+
+    def keys(self, batch: int, rank: int) -> list[Key]:
+        """What each position asks for."""
+        return [(t, i) for t, ids in zip(self.features, self.ids[batch][rank], strict=True) for i in ids]
+
+    def asked_for(self, batch: int) -> set[Key]:
+        """R(t); nothing before the first and after the last."""
+        return {k for r in range(self.world) for k in self.keys(batch, r)} if 0 <= batch < len(self.ids) else set()
+
+    def place(self, key: Key) -> tuple[int, int]:
+        """Owner, row in its storage."""
+        for s in self.shards:
+            if s.table == key[0] and s.first <= key[1] < s.first + s.rows:
+                return s.owner, s.base + key[1] - s.first
+        raise AssertionError(key)
+
+
+@st.composite
+def cases(draw) -> Case:
+    world = draw(st.integers(2, 5))
+    tables = draw(st.lists(st.one_of(st.just(1), st.integers(2, 30)), min_size=1, max_size=3))
+    shards, base = [], [0] * world
+    for t, size in enumerate(tables):
+        kind = draw(st.sampled_from(["table-wise", "row-wise", "uneven"]))
+        if kind == "table-wise":
+            owner = draw(st.integers(0, world - 1))
+            cuts = [0] * owner + [size] * (world - 1 - owner)
+        elif kind == "row-wise":
+            cuts = [min(size, r * -(-size // world)) for r in range(1, world)]
+        else:
+            cuts = sorted(draw(st.lists(st.integers(0, size), min_size=world - 1, max_size=world - 1)))
+        for owner, (a, b) in enumerate(zip([0, *cuts], [*cuts, size], strict=True)):
+            shards.append(exchange_plan.Shard(t, a, b - a, owner, base[owner]))
+            base[owner] += b - a
+    features = draw(st.lists(st.integers(0, len(tables) - 1), min_size=1, max_size=4))
+    batches = draw(st.integers(2, 3))
+    same, alternate = draw(st.booleans()), draw(st.booleans())
+
+    def ids(batch: int, table: int) -> list[int]:
+        size = tables[table]
+        if same:
+            return [size - 1] * draw(st.integers(0, 4))
+        if alternate and size > 1:  # no id is in two consecutive batches
+            return draw(st.lists(st.integers(0, (size - 2) // 2).map(lambda i: 2 * i + batch % 2), max_size=12))
+        return draw(st.lists(st.integers(0, size - 1), max_size=12))
+
+    def rank(batch: int) -> list[list[int]]:
+        if draw(st.integers(0, 4)) == 0:
+            return [[] for _ in features]
+        return [ids(batch, t) for t in features]
+
+    return Case(world, tables, shards, features, [[rank(b) for _ in range(world)] for b in range(batches)])
+
+
+@dataclass
+class Planned:
+    asked: exchange_plan.Requests
+    rows: exchange_plan.Split
+    gradients: exchange_plan.Split
+    step: step_plan.StepPlan
+
+
+def plan_all(case: Case, threads: Threads, rank: int) -> list[Planned]:
+    """What the background thread of a LookaheadLoader does."""
+    owners = exchange_plan.owner_map(case.shards, case.tables, case.world)
+    firsts = exchange_plan.table_firsts(case.tables)
+    planned: list[Planned] = []
+    for number, batch in enumerate(case.ids):
+        ids = [torch.tensor(i, dtype=torch.int64) for i in batch[rank]]
+        asked = row_requests.ask(
+            ids, [firsts[t] for t in case.features], [case.tables[t] for t in case.features], owners, "t", rank
+        )
+        if planned:
+            planned[-1].gradients, rows = row_requests.answer(planned[-1].asked, asked, rank)
+        else:
+            rows = everything(asked)
+        step = step_plan.make(number, torch.cat(ids), asked, rows, torch.empty(0, DIM))
+        planned.append(Planned(asked, rows, None, step))
+    planned[-1].gradients = everything(planned[-1].asked)
+    for p in planned:
+        step_plan.finish(p.step, p.asked, p.gradients)
+    return planned
+
+
+def everything(asked: exchange_plan.Requests) -> exchange_plan.Split:
+    return exchange_plan.split(asked, *(torch.ones_like(t, dtype=torch.bool) for t in (asked.mine.values, asked.rows)))
+
+
+def check(case: Case, threads: Threads, rank: int) -> None:
+    planned = plan_all(case, threads, rank)
+    for t, p in enumerate(planned):
+        before = case.asked_for(t - 1) if t else case.asked_for(0)  # all of the first batch is urgent
+        after = case.asked_for(t + 1) if t + 1 < len(planned) else case.asked_for(t)
+        unique = check_requests(case, threads, rank, t, p.asked)
+        for split, other in ((p.rows, before), (p.gradients, after)):
+            check_split(case, threads, rank, t, unique, p.asked, split, other)
+        check_forward(case, threads, rank, t, p, before)
+        check_backward(case, threads, rank, t, p)
+
+
+def check_requests(case: Case, threads: Threads, rank: int, t: int, asked: exchange_plan.Requests) -> list[Key]:
+    """Returns this rank's unique keys in the order of the plan."""
+    positions, mine = case.keys(t, rank), asked.mine
+    unique = sorted(set(positions), key=case.place)
+    inverse = exchange_plan.inverse_of(mine).tolist()
+    assert [unique[i] for i in inverse] == positions
+    order, start = mine.order.tolist(), 0
+    for key, end in zip(unique, mine.ends.tolist(), strict=True):
+        assert order[start:end] == [i for i, k in enumerate(positions) if k == key]  # in position order
+        start = end
+    assert all(t.dtype == torch.int64 and t.stride() == (1,) for t in (*mine, *asked[1:]))
+    owned = Counter(case.place(k)[0] for k in unique)
+    assert asked.recv_counts.tolist() == [owned[r] for r in range(case.world)]
+    wanted = [sorted(row for o, row in map(case.place, set(case.keys(t, r))) if o == rank) for r in range(case.world)]
+    assert asked.rows.tolist() == sum(wanted, []) and asked.send_counts.tolist() == [len(w) for w in wanted]
+    return unique
+
+
+def check_split(case, threads, rank, t, unique, asked, split, other):
+    """The chosen rows are those in `other`, at both ends, in the same order."""
+    for chunk, chosen in ((split.chosen, True), (split.others, False)):
+        keys = [unique[i] for i in chunk.index.tolist()]
+        assert keys == [k for k in unique if (k in other) == chosen]
+        arrived = threads.exchange(chunk.rows, chunk.recv_counts, chunk.send_counts, rank)  # k-th row: its own number
+        assert arrived.tolist() == [case.place(k)[1] for k in keys]
+        owned = Counter(case.place(k)[0] for k in keys)
+        assert chunk.recv_counts.tolist() == [owned[r] for r in range(case.world)]
+        assert all(t.dtype == torch.int64 and t.stride() == (1,) for t in chunk)
+    assert torch.equal(split.chosen.recv_counts + split.others.recv_counts, asked.recv_counts)
+    assert torch.equal(split.chosen.send_counts + split.others.send_counts, asked.send_counts)
+
+
+def check_forward(case, threads, rank, t, p, before):
+    """Rows reach every position; the law: all unique rows travel once, and only the colliding ones are urgent."""
+    step, owner = p.step, torch.full((1,), rank)
+    early = threads.exchange(number(step.early_rows, owner), step.early_counts[1], step.early_counts[0], rank)
+    urgent = threads.exchange(number(step.urgent[0], owner), step.urgent[2], step.urgent[1], rank)
+    assert early.shape[0] == step.early_slots.shape[0]
+    got = torch.cat([early, urgent])[step.inverse].tolist()
+    assert [tuple(g) for g in got] == [case.place(k) for k in case.keys(t, rank)]
+    mine, row_bytes = set(case.keys(t, rank)), 4 * DIM
+    assert step.stats["bytes_urgent"] == row_bytes * len(mine & before) == row_bytes * step.stats["colliding_rows"]
+    assert step.stats["bytes_urgent"] + step.stats["bytes_early"] == row_bytes * len(mine)
+    assert step.stats["bytes_urgent_per_value"] == row_bytes * sum(k in before for k in case.keys(t, rank))
+    on_the_wire = sum(int(c.sum()) for c in (step.urgent[1], step.early_counts[0]))
+    pairs = {(r, k) for r in range(case.world) for k in case.keys(t, r) if case.place(k)[0] == rank}
+    assert on_the_wire == len(pairs)
+
+
+def number(rows: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    """A row of an owner that says who and which it is."""
+    return torch.stack([owner.expand(rows.shape[0]), rows], 1)
+
+
+def check_backward(case, threads, rank, t, p):
+    """Each owner sums a row's gradients in the order of the requesters, each row once and in one class."""
+    step, seen = p.step, []
+    back_index, *back_own, back_send, back_recv = step.back
+    mine = Counter(case.keys(t, rank))
+    unique = sorted(mine, key=case.place)
+    for index, own, send, recv in (
+        (back_index, back_own, back_send, back_recv),
+        (step.late_index, step.late_own, *step.late_counts),
+    ):
+        # instead of a gradient: who sends it, for which row, how often the row occurred there
+        said = [[rank, case.place(unique[i])[1], mine[unique[i]]] for i in index.tolist()]
+        heard = threads.exchange(torch.tensor(said, dtype=torch.int64).view(-1, 3), recv, send, rank).tolist()
+        rows, order, ends = (x.tolist() for x in own)
+        start = 0
+        for row, end in zip(rows, ends, strict=True):
+            parts = [heard[i] for i in order[start:end]]
+            who = [r for r in range(case.world) if any(case.place(k) == (rank, row) for k in case.keys(t, r))]
+            assert [x[0] for x in parts] == who and {x[1] for x in parts} == {row}
+            assert sum(x[2] for x in parts) == sum(case.place(k) == (rank, row) for r in who for k in case.keys(t, r))
+            start = end
+        assert start == len(heard)
+        seen += rows
+    assert sorted(seen) == sorted({case.place(k)[1] for k in case.asked_for(t) if case.place(k)[0] == rank})
+    n = step.late_index.shape[0]
+    assert step.late_slot.shape == (n, DIM) and step.stats["bytes_late"] == 4 * DIM * n
+
+
+ROW_WISE = [exchange_plan.Shard(0, 0, 3, 0, 0), exchange_plan.Shard(0, 3, 3, 1, 0)]
+
+
+@given(cases())
+@example(Case(2, [6], ROW_WISE, [0], [[[[]], [[]]], [[[]], [[]]]]))  # nobody asks for anything
+@example(Case(2, [6], ROW_WISE, [0], [[[[1, 4, 1]], [[]]], [[[]], [[4, 4, 1]]]]))  # another rank needs the rows next
+@example(Case(2, [6], ROW_WISE, [0], [[[[5]], [[5]]], [[[0]], [[0]]], [[[5]], [[5]]]]))  # in, out and in again
+@example(Case(2, [1], [exchange_plan.Shard(0, 0, 1, 1, 0)], [0, 0], [[[[0], [0, 0]], [[], []]]] * 2))  # a table of one row
+@settings(max_examples=150, deadline=None)
+def test_plans_of_consecutive_batches(case):
+    threads = Threads(case.world)
+    threads.run(lambda rank: check(case, threads, rank))
+
+
+@pytest.mark.parametrize("table", [600, 6_000_000])  # rows are found in a table, or few of many by sorting
+def test_plans_of_larger_batches(table):
+    world, random = 3, np.random.default_rng(0)
+    block = table // world
+    shards = [exchange_plan.Shard(t, r * block, block, r, t * block) for t in range(2) for r in range(world)]
+
+    def ids() -> list[int]:
+        return (random.zipf(1.2, 300) * 7919 % table).tolist()
+
+    batches = [[[ids(), ids(), ids()] for _ in range(world)] for _ in range(3)]
+    case = Case(world, [table, table], shards, [0, 1, 0], batches)
+    where = {k: case.place(k) for t in range(3) for k in case.asked_for(t)}
+    case.place = where.__getitem__  # type: ignore[method-assign]
+    threads = Threads(world)
+    threads.run(lambda rank: plan_and_check_rows(case, threads, rank))
+
+
+def plan_and_check_rows(case, threads, rank):
+    for t, p in enumerate(plan_all(case, threads, rank)):
+        before = case.asked_for(t - 1 if t else 0)
+        unique = check_requests(case, threads, rank, t, p.asked)
+        check_split(case, threads, rank, t, unique, p.asked, p.rows, before)
+        check_forward(case, threads, rank, t, p, before)
+
+
+# ---- the pure functions, one by one ----------------------------------------------------------------------------
+
+numbers = st.one_of(st.integers(0, 20), st.integers(0, 2**31), st.integers(0, 2**62))
+lists = st.lists(numbers, max_size=40).map(lambda x: torch.tensor(x, dtype=torch.int64))
+
+
+@given(lists)
+@settings(max_examples=150, deadline=None)
+def test_group_keeps_the_order_of_duplicates(values):
+    found, x = exchange_plan.group(values), values.tolist()
+    assert found.values.tolist() == sorted(set(x))
+    assert found.order.tolist() == sorted(range(len(x)), key=lambda i: (x[i], i))
+    assert exchange_plan.sizes_of(found.ends).tolist() == [x.count(v) for v in found.values.tolist()]
+    assert found.values[exchange_plan.inverse_of(found)].tolist() == x
+    assert all(t.dtype == torch.int64 and t.stride() == (1,) for t in found)
+
+
+@given(lists, lists)
+@settings(max_examples=150, deadline=None)
+def test_shared_is_an_intersection(x, y):
+    in_x, in_y = exchange_plan.shared(x, y)
+    assert in_x.tolist() == [v in y.tolist() for v in x.tolist()]
+    assert in_y.tolist() == [v in x.tolist() for v in y.tolist()]
+    assert in_x.dtype == in_y.dtype == torch.bool
+
+
+def test_rows_beyond_32_bits():
+    rows = 2**33
+    owners = exchange_plan.owner_map([exchange_plan.Shard(0, 0, 2**32, 0, 0), exchange_plan.Shard(0, 2**32, 2**32, 1, 0)], [rows], 2)
+    case_ids = [[rows - 1, 5, rows - 1], [2**32, 5]]
+    threads = Threads(2)
+    first, second = threads.run(lambda r: row_requests.ask([torch.tensor(case_ids[r])], [0], [rows], owners, "t", r))
+    assert first.rows.tolist() == [5, 5] and second.rows.tolist() == [2**32 - 1, 0]
+    assert first.mine.order.tolist() == [1, 0, 2] and second.mine.order.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_first_id_outside_its_table(dtype):
+    good, bad = torch.tensor([0, 3], dtype=dtype), torch.tensor([1, 4, -1], dtype=dtype)
+    none = torch.tensor([], dtype=dtype)
+    assert exchange_plan.first_outside([none, good], [0, 4]) is None
+    assert exchange_plan.first_outside([none, good, bad], [0, 4, 4]) == (2, 4)
+    assert exchange_plan.first_outside([none, bad, good], [0, 5, 3]) == (1, -1)

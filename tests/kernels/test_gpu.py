@@ -1,0 +1,163 @@
+"""The native table on a GPU, several ranks on one device over gloo: equal to one plain process on the CPU."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_sharded_embedding import CASES, STEPS, Sharded, ids_of, plain
+
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def train(sharding, optimizer, dtype, codegen, passes="all"):
+    import freescale.backend as backend
+
+    torch.cuda.set_device(0)
+    model = Sharded(sharding, optimizer, dtype, device="cuda")
+    model.out.cuda()
+    backend.COMPILED.clear()
+    options = {"codegen": codegen, "passes": passes, "strict": True}
+    run = torch.compile(model, backend="freescale", fullgraph=True, options=options)
+    dense = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(STEPS):
+        dense.zero_grad(set_to_none=False)
+        loss = run(ids_of(step, dist.get_rank()).cuda())
+        loss.backward()
+        for p in model.parameters():
+            mine = p.grad.cpu()
+            dist.all_reduce(mine)
+            p.grad.copy_(mine / dist.get_world_size())
+        dense.step()
+        losses.append(float(loss.detach()))
+    assert list(backend.COMPILED.values()) == [1]
+    torch._dynamo.reset()
+    return losses, model.table.weight.cpu(), model.table.momentum.cpu()
+
+
+def _all_cases(dtype, codegen):
+    return [train(sharding, optimizer, dtype, codegen)[:2] for sharding, optimizer in CASES]
+
+
+@pytest.mark.parametrize("world, dtype, tolerance, codegen", (
+    (2, torch.float64, 1e-12, "eager"),
+    (2, torch.float64, 1e-12, "inductor"),
+    (4, torch.float32, 1e-6, "inductor"),
+), ids=("f64-eager", "f64-inductor", "f32-inductor-4"))  # fmt: skip
+def test_equals_one_plain_process(world, dtype, tolerance, codegen):
+    ranks = run_ranks(_all_cases, world, dtype, codegen)
+    for case, (sharding, optimizer) in enumerate(CASES):
+        losses, table = plain(world, optimizer, dtype)
+        got = torch.cat([r[case][1] for r in ranks])
+        assert float((got - table).abs().max()) <= tolerance * float(table.abs().max()), (sharding, optimizer)
+        for rank in range(world):
+            for step in range(STEPS):
+                expected = losses[step][rank]
+                assert abs(ranks[rank][case][0][step] - expected) <= tolerance * max(1.0, abs(expected))
+
+
+def _same_bits():
+    for codegen in ("eager", "inductor"):
+        a = train("row_wise", "rowwise_adagrad", torch.float32, codegen, "all")
+        b = train("row_wise", "rowwise_adagrad", torch.float32, codegen, "none")
+        assert a[0] == b[0] and torch.equal(a[1], b[1]) and torch.equal(a[2], b[2]), codegen
+    return True
+
+
+def test_passes_do_not_change_a_bit():
+    assert run_ranks(_same_bits, 2) == [True, True]
+
+
+def _bad_id():
+    import freescale
+
+    torch.cuda.set_device(0)
+    table = freescale.ShardedEmbedding(16, 4, name="item", device="cuda")
+    table(torch.tensor([3, 99 if dist.get_rank() == 1 else 1], device="cuda"))
+
+
+def test_an_id_outside_its_table_is_an_error_on_every_rank():
+    for error in run_ranks(_bad_id, 2, expect_errors=True):
+        assert "rank 1: id 99 is outside table 'item'" in error
+
+
+def _look_ahead():
+    from test_lookahead import Trainer, compilations, same
+
+    torch.cuda.set_device(0)
+    for optimizer in ("sgd", "rowwise_adagrad"):
+        plain = Trainer(optimizer, "none", "eager", "cuda").train(0.3, 100, wrapped=False)
+        ahead = Trainer(optimizer, "all", "eager", "cuda").train(0.3, 100, wrapped=True)
+        assert same(plain, ahead), optimizer
+        assert compilations() == 1
+    fused = Trainer("sgd", "all", "inductor", "cuda").train(0.3, 30, wrapped=True)
+    again = Trainer("sgd", "none", "inductor", "cuda").train(0.3, 30, wrapped=False)
+    return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(fused[0], again[0], strict=True))
+
+
+def test_look_ahead_gives_the_same_bits():
+    assert max(run_ranks(_look_ahead, 2)) <= 1e-6
+
+
+def _loader_on_the_device():
+    """The loader's thread puts what it makes on the device of the loop, on a stream that the loop's comes after."""
+    import freescale
+
+    torch.cuda.set_device(0)
+    model = Sharded("row_wise", "sgd", torch.float32, device="cuda", name="item")
+    run = torch.compile(model, backend="freescale", options={"codegen": "eager"})
+    seen = []
+
+    def loader():
+        for _ in range(3):
+            seen.append((torch.cuda.current_device(), threading.current_thread() is threading.main_thread()))
+            yield {"item": torch.arange(3).cuda()}
+
+    for batch in freescale.LookaheadLoader(loader(), run):
+        assert batch["item"].device == torch.device("cuda", torch.cuda.current_device())
+    return seen
+
+
+def test_a_loader_runs_on_the_device_of_the_loop():
+    assert run_ranks(_loader_on_the_device, 2) == [[(0, False)] * 3] * 2
+
+
+def _hundred_steps():
+    """Losses and all state after 100 steps, look-ahead on and off, per optimizer; and which transport carried them."""
+    from test_lookahead import Trainer
+
+    from freescale.kernels.transports import choose, launch_record
+
+    torch.cuda.set_device(0)
+    found = {}
+    for optimizer in ("sgd", "rowwise_adagrad"):
+        for wrapped in (False, True):
+            losses, state, _ = Trainer(optimizer, "all", "eager", "cuda").train(0.3, 100, wrapped)
+            found[optimizer, wrapped] = losses, {k: v.cpu() for k, v in state.items()}
+    choose.check()
+    used = choose.opened()
+    choose.close()
+    assert not launch_record._under_way
+    return found, used
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_every_transport_gives_the_same_bits(world):
+    """100 steps over staged and peer, bit for bit those over the group's own all-to-all."""
+    env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    results = {
+        t: run_ranks(_hundred_steps, world, env={**env, "FREESCALE_TRANSPORT": t}, timeout=300)
+        for t in ("c10d", "staged", *(("peer",) if world == 2 else ()))
+    }
+    for name, ranks in results.items():
+        for (found, used), (expected, _) in zip(ranks, results["c10d"], strict=True):
+            assert used == ([] if name == "c10d" else [name])
+            for key, (losses, state) in found.items():
+                assert losses == expected[key][0], (name, key)
+                assert all(torch.equal(state[k], expected[key][1][k]) for k in state), (name, key)
+                assert losses == found[key[0], False][0]  # look-ahead changes nothing either

@@ -1,0 +1,346 @@
+"""Rows packed, expanded, summed and updated: the kernels against their definitions, in the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.library import opcheck
+
+import freescale.kernels  # noqa: F401
+from freescale.kernels import reference, rows
+from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
+from interpreted import in_the_interpreter, needs_gpu, on_a_gpu, run_cases
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def segments(lengths: list[int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random `order` and the ends of segments of these lengths."""
+    order = torch.randperm(sum(lengths))
+    return order.to(device), torch.tensor(lengths, dtype=torch.int64).cumsum(0).to(device)
+
+
+def same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    if got.device.type == "cpu" and got.dtype == torch.bfloat16:
+        # Triton's interpreter cuts bfloat16 off instead of rounding it
+        off = (got.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
+        assert off.numel() == 0 or int(off.max()) <= 1
+    else:
+        assert torch.equal(got, expected)
+
+
+def exact(n: int, dim: int) -> torch.Tensor:
+    """Numbers whose sums and sums of squares are exact in float32, in any order."""
+    return torch.randint(-3, 4, (n, dim)).float()
+
+
+SKEWED = [1, 0, 3, 40, 1, 2, 17, 0, 0, 16, 5, 1, 1, 150]
+HUGE = [512, 1024, 3, 513, 1, 0, 512, 1700, 17]  # several runs: some begin with a window of runs, some within one
+
+
+# ---- cases: each runs in the interpreter and on a GPU --------------------------------------------------------------
+
+
+def gathers_rows(device: str) -> None:
+    from freescale.kernels import rows_triton
+
+    for dtype in TYPES:
+        for dim, n in ((1, 5), (8, 1), (8, 0), (0, 4), (20, 33), (300, 9)):
+            source = torch.randn(50, dim).to(device, dtype)
+            index = torch.randint(0, 50, (n,), device=device)
+            for tile in (64, 4096):  # 64 bytes: a row is gathered in several pieces
+                assert torch.equal(rows_triton.gather(source, index, tile=tile), source[index])
+
+
+def sums_segments_bit_for_bit(device: str) -> None:
+    from freescale.kernels import rows_triton
+
+    for dtype in TYPES:
+        for dim, lengths in ((1, SKEWED), (20, SKEWED), (20, [0, 0]), (20, []), (0, [2])):
+            x = torch.randn(sum(lengths), dim).to(device, dtype)
+            order, ends = segments(lengths, device)
+            same_bits(rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+
+
+def sums_segments_of_several_runs_bit_for_bit(device: str) -> None:
+    from freescale.kernels import rows_triton
+
+    for dtype, dim, lengths in ((torch.float32, 5, HUGE), (torch.bfloat16, 8, HUGE), (torch.float32, 1, [600])):
+        x = torch.randn(sum(lengths), dim).to(device, dtype)
+        order, ends = segments(lengths, device)
+        same_bits(rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+    for longest in (None, max(HUGE)):
+        weight, at, order, ends = _table(4, device, torch.float32, HUGE)
+        grad, expected = torch.randn(sum(HUGE), 4, device=device), weight.clone()
+        rows.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
+        rows_triton.update_segments(weight, None, grad, at, order, ends, 0.1, 0.0, longest)
+        same_bits(weight, expected)
+
+
+def keeps_minus_zero_infinity_and_nan(device: str) -> None:
+    from freescale.kernels import rows_triton
+
+    x = torch.tensor([[-0.0, float("inf")], [1e30, float("nan")], [-0.0, 1.0], [-1e30, 3e38], [7.0, 3e38]], device=device)
+    order, ends = torch.tensor([0, 2, 1, 3, 4], device=device), torch.tensor([1, 2, 5], device=device)
+    got, expected = rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends)
+    assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.nan_to_num(), expected.nan_to_num())
+    assert torch.equal(got.signbit(), expected.signbit())
+
+
+def _table(dim: int, device: str, dtype: torch.dtype, lengths: list[int]):
+    at = torch.randperm(len(lengths) + 9)[: len(lengths)].sort().values.to(device)
+    order, ends = segments(lengths, device)
+    return torch.randn(len(lengths) + 9, dim).to(device, dtype), at, order, ends
+
+
+def steps_of_sgd_bit_for_bit(device: str) -> None:
+    from freescale.kernels import rows_triton
+
+    for dtype in TYPES:
+        for dim, lengths in ((1, SKEWED), (20, SKEWED), (20, [2, 1, 0]), (20, [])):
+            weight, at, order, ends = _table(dim, device, dtype, lengths)
+            grad, expected = torch.randn(sum(lengths), dim).to(device, dtype), weight.clone()
+            rows.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
+            rows_triton.update_segments(weight, None, grad, at, order, ends, 0.1, 0.0)
+            same_bits(weight, expected)
+
+
+def steps_of_adagrad_bit_for_bit_where_squares_add_exactly(device: str) -> None:
+    from freescale.kernels import rows_triton
+
+    for dim in (1, 32):  # powers of two: torch divides by multiplying on a GPU
+        weight, at, order, ends = _table(dim, device, torch.float32, SKEWED)
+        grad, momentum = exact(sum(SKEWED), dim).to(device), torch.rand(weight.shape[0], device=device)
+        expected = weight.clone(), momentum.clone()
+        rows.update_rows_reference(*expected, grad, at, order, ends, 0.1, 1e-3)
+        rows_triton.update_segments(weight, momentum, grad, at, order, ends, 0.1, 1e-3)
+        assert torch.equal(momentum, expected[1]) and torch.equal(weight, expected[0])
+
+
+def adagrad_is_as_near_to_float64_as_its_definition(device: str) -> None:
+    from freescale.kernels import rows_triton
+
+    for dim in (3, 100):
+        weight, at, order, ends = _table(dim, device, torch.float32, SKEWED)
+        grad, momentum = torch.randn(sum(SKEWED), dim, device=device), torch.rand(weight.shape[0], device=device)
+        wide = weight.double(), momentum.double()
+        rows.update_rows_reference(*wide, grad.double(), at, order, ends, 0.1, 1e-8)
+        rows_triton.update_segments(weight, momentum, grad, at, order, ends, 0.1, 1e-8)
+        # a sum of 150 rounded terms: well within 150 roundings of 2**-24
+        assert float((weight.double() - wide[0]).abs().max()) <= 1e-5 * float(wide[0].abs().max())
+        assert float((momentum.double() / wide[1] - 1).abs().max()) <= 1e-5
+
+
+def low_precision_is_rounded_once(device: str) -> None:
+    from freescale.kernels import rows_triton
+
+    for dtype in (torch.bfloat16, torch.float16):
+        weight, at, order, ends = _table(8, device, dtype, SKEWED)
+        grad, momentum = exact(sum(SKEWED), 8).to(device, dtype), torch.rand(weight.shape[0], device=device)
+        expected = weight.clone(), momentum.clone()
+        rows.update_rows_reference(*expected, grad, at, order, ends, 0.1, 1e-3)
+        rows_triton.update_segments(weight, momentum, grad, at, order, ends, 0.1, 1e-3)
+        same_bits(weight, expected[0])
+        assert torch.equal(momentum, expected[1])
+
+
+def random_segments(device: str) -> None:
+    from freescale.kernels import rows_triton
+
+    @settings(max_examples=25 if device == "cpu" else 200, deadline=None, database=None)
+    @given(st.lists(st.integers(0, 20), max_size=12), st.sampled_from((1, 5, 8)), st.integers(0, 2**31))
+    def check(lengths, dim, seed):
+        torch.manual_seed(seed)
+        x = torch.randn(sum(lengths), dim, device=device)
+        order, ends = segments(lengths, device)
+        assert torch.equal(rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+
+    check()
+
+
+def random_segments_of_short_runs(device: str) -> None:
+    from freescale.kernels import rows_triton
+
+    @settings(max_examples=25 if device == "cpu" else 200, deadline=None, database=None)
+    @given(st.lists(st.integers(0, 70), max_size=8), st.integers(0, 2**31))
+    def check(lengths, seed):
+        torch.manual_seed(seed)
+        x = torch.randn(sum(lengths), 3, device=device)
+        order, ends = segments(lengths, device)
+        assert torch.equal(rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "RUN", 20)
+        patch.setattr(rows_triton, "RUN", 20)
+        check()
+
+
+CASES = [
+    gathers_rows,
+    sums_segments_bit_for_bit,
+    sums_segments_of_several_runs_bit_for_bit,
+    keeps_minus_zero_infinity_and_nan,
+    steps_of_sgd_bit_for_bit,
+    steps_of_adagrad_bit_for_bit_where_squares_add_exactly,
+    adagrad_is_as_near_to_float64_as_its_definition,
+    low_precision_is_rounded_once,
+    random_segments,
+    random_segments_of_short_runs,
+]
+test_in_the_interpreter = in_the_interpreter(__file__, CASES)
+test_on_a_gpu = on_a_gpu(CASES)
+
+
+# ---- definitions and ops -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+@pytest.mark.parametrize("optimizer", rows.OPTIMIZERS)
+def test_the_definition_is_the_native_table_s_step(optimizer, dtype):
+    torch.manual_seed(3)
+    weight, at, order, ends = _table(6, "cpu", dtype, SKEWED)
+    grad = torch.randn(sum(SKEWED), 6, dtype=dtype)
+    adagrad = optimizer == "rowwise_adagrad"
+    momentum = torch.rand(weight.shape[0], dtype=dtype) if adagrad else None
+    table = SimpleNamespace(weight=weight.clone(), lr=0.1, eps=1e-4, optimizer=optimizer, embedding_dim=6)
+    table.momentum = momentum.clone() if adagrad else None
+    ShardedEmbedding.apply_update(table, at, reference.sum_rows(grad, order, ends))
+    rows.update_rows(weight, momentum, grad, at, order, ends, 0.1, 1e-4, optimizer)
+    assert torch.equal(weight, table.weight)
+    assert momentum is None or torch.equal(momentum, table.momentum)
+
+
+def test_opcheck():
+    weight, at, order, ends = _table(4, "cpu", torch.float32, [2, 0, 1])
+    ops, grad = torch.ops.freescale, torch.randn(3, 4)
+    opcheck(ops.pack_rows, (weight, at))
+    opcheck(ops.expand_rows, (weight, at))
+    opcheck(ops.update_rows_, (weight, None, grad, at, order, ends, 0.1, 0.0, "sgd"))
+    opcheck(ops.update_rows_, (weight, torch.rand(12), grad, at, order, ends, 0.1, 0.1, "rowwise_adagrad", 2))
+    assert torch.equal(ops.pack_rows(weight, at), weight[at])
+
+
+@pytest.mark.parametrize("call, words", (
+    (lambda w, i: rows.pack_rows(w, i.int()), r"pack_rows expected `index` as a contiguous int64 \[n\], found torch.int32"),
+    (lambda w, i: rows.pack_rows(w.t(), i), r"pack_rows expected contiguous rows \[n, dim\], found \[3, 5\]"),
+    (lambda w, i: rows.sum_rows(w, i, i.double()), "sum_rows expected `ends`"),
+    (lambda w, i: rows.update_rows(w, None, w, i, i, i, 0.1, 0.0, "adam"), "one of sgd, rowwise_adagrad, found 'adam'"),
+    (lambda w, i: rows.update_rows(w, None, w, i, i, i, 0.1, 0.0, "rowwise_adagrad"), "rowwise_adagrad with none"),
+    (lambda w, i: rows.update_rows(w, None, w[:, :2], i, i, i, 0.1, 0.0, "sgd"), r"gradients \[n, 3\].*found \[5, 2\]"),
+))  # fmt: skip
+def test_bad_input(call, words):
+    with pytest.raises(ValueError, match="freescale: .*" + words):
+        call(torch.zeros(5, 3), torch.arange(2))
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+class OnGpu:
+    pytestmark = needs_gpu
+
+    @pytest.fixture(autouse=True)
+    def seeded(self):
+        torch.manual_seed(7)
+
+
+class TestKernelsOnGpu(OnGpu):
+    def test_nothing_waits_for_the_device(self):
+        weight, at, order, ends = _table(32, "cuda", torch.float32, SKEWED)
+        grad, momentum = torch.randn(sum(SKEWED), 32, device="cuda"), torch.rand(weight.shape[0], device="cuda")
+
+        def all_of_them():
+            rows.expand_rows(rows.pack_rows(weight, at), order % at.shape[0])
+            torch.ops.freescale.sum_rows(grad, order, ends)
+            rows.update_rows(weight, momentum, grad, at, order, ends, 0.1, 1e-8, "rowwise_adagrad")
+
+        all_of_them()  # compiles, which does wait
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            all_of_them()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    @pytest.mark.parametrize(
+        "dim, dtype", ((32, torch.float32), (513, torch.float32), (96, torch.bfloat16), (128, torch.float16))
+    )
+    def test_many_rows(self, dim, dtype):
+        n, u = 60_000, 20_000
+        ids = (torch.rand(n, device="cuda") ** 5 * u).long()  # the first has thousands
+        order = torch.argsort(ids, stable=True)
+        ends = torch.bincount(ids, minlength=u).cumsum(0)
+        grad, weight = torch.randn(n, dim, device="cuda").to(dtype), torch.randn(2 * u, dim, device="cuda").to(dtype)
+        assert torch.equal(torch.ops.freescale.sum_rows(grad, order, ends), reference.sum_rows(grad, order, ends))
+        at = torch.randperm(2 * u, device="cuda")[:u]
+        assert torch.equal(rows.pack_rows(weight, at), weight[at])
+        expected = weight.clone()
+        rows.update_rows_reference(expected, None, grad, at, order, ends, 0.3, 0.0)
+        rows.update_rows(weight, None, grad, at, order, ends, 0.3, 0.0, "sgd")
+        assert torch.equal(weight, expected)
+
+    @pytest.mark.parametrize("dim, dtype", ((32, torch.float32), (64, torch.bfloat16), (256, torch.float32)))
+    @pytest.mark.parametrize("most", (8, 40), ids=("short", "some-long"))
+    def test_every_program_takes_many_turns(self, dim, dtype, most):
+        """More segments than all programs take at once, and few programs: numbers that add exactly, so all bits."""
+        from freescale.kernels import rows_triton
+
+        n = 400_000
+        lengths = torch.randint(0, 5, (n,), device="cuda")
+        lengths[torch.rand(n, device="cuda") < 0.02] = most
+        ends, order = lengths.cumsum(0), torch.randperm(int(lengths.sum()), device="cuda")
+        grad = torch.randint(-2, 3, (order.numel(), dim), device="cuda").to(dtype)
+        weight = torch.randint(-3, 4, (2 * n, dim), device="cuda").to(dtype)
+        at = torch.randperm(2 * n, device="cuda")[:n].sort().values
+        total = reference.sum_rows(grad, order, ends)
+        for momentum in (None, torch.randint(0, 4, (2 * n,), device="cuda").float()):
+            expected = weight.clone(), None if momentum is None else momentum.clone()
+            rows.update_rows_reference(*expected, grad, at, order, ends, 0.25, 1e-8)
+            for programs in (256, 3):
+                out = torch.empty_like(total)
+                rows_triton._launch(grad, order, ends, out, None, None, None, 0.0, 0.0, rows_triton.SUM, programs=programs)
+                assert torch.equal(out, total)
+                got = weight.clone(), None if momentum is None else momentum.clone()
+                mode = rows_triton.SGD if momentum is None else rows_triton.ADAGRAD
+                rows_triton._launch(grad, order, ends, None, at, *got, 0.25, 1e-8, mode, programs=programs)
+                assert torch.equal(got[0], expected[0])
+                assert momentum is None or torch.equal(got[1], expected[1])
+
+    @pytest.mark.parametrize("dim", (32, 700))
+    def test_a_row_does_not_depend_on_the_others(self, dim):
+        lengths = torch.randint(0, 30, (500,)).tolist()
+        weight, at, order, ends = _table(dim, "cuda", torch.float32, lengths)
+        grad, momentum = torch.randn(sum(lengths), dim, device="cuda"), torch.rand(weight.shape[0], device="cuda")
+        parts = weight.clone(), momentum.clone()
+        rows.update_rows(weight, momentum, grad, at, order, ends, 0.1, 1e-8, "rowwise_adagrad")
+        cut, first = 137, int(ends[136])
+        for some in ((at[:cut], order[:first], ends[:cut]), (at[cut:], order[first:], ends[cut:] - first)):
+            rows.update_rows(*parts, grad, *some, 0.1, 1e-8, "rowwise_adagrad")
+        assert torch.equal(weight, parts[0]) and torch.equal(momentum, parts[1])
+
+    def test_offsets_beyond_int32(self):
+        dim, n = 64, 36_000_000  # 2.3 billion elements
+        weight = torch.zeros(n, dim, device="cuda", dtype=torch.bfloat16)
+        at = torch.tensor([3, n - 2, n - 1], device="cuda")
+        weight[at] = torch.randn(3, dim, device="cuda").bfloat16()
+        assert torch.equal(rows.pack_rows(weight, at), weight[at])
+        order, ends = torch.tensor([n - 1, 3, n - 2], device="cuda"), torch.tensor([1, 2, 3], device="cuda")
+        assert torch.equal(rows.sum_rows(weight, order, ends), weight[order])
+        expected = (weight[at].float() - 0.5 * weight[order].float()).bfloat16()
+        rows.update_rows(weight, None, weight[order], at, torch.arange(3, device="cuda"), ends, 0.5, 0.0, "sgd")
+        assert torch.equal(weight[at], expected)
+
+    def test_float64_is_the_definition(self):
+        weight, at, order, ends = _table(5, "cuda", torch.float64, SKEWED)
+        grad, expected = torch.randn(sum(SKEWED), 5, device="cuda", dtype=torch.float64), weight.clone()
+        rows.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
+        rows.update_rows(weight, None, grad, at, order, ends, 0.1, 0.0, "sgd")
+        assert torch.equal(weight, expected)
+
+
+if __name__ == "__main__":
+    run_cases(CASES)

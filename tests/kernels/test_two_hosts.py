@@ -1,0 +1,57 @@
+"""`staged` between two hosts, as far as one machine can show it: ranks that share no network and no memory.
+
+Each rank has a network namespace of its own behind a shaped link (benchmarks/netlab.py), and a /dev/shm of its own. The
+device is one of threads (host_device.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from repo import ROOT
+
+HERE = Path(__file__).resolve().parent
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import netlab  # noqa: E402
+
+MEMORY_OF_ITS_OWN = ["sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+RANK = f"""
+import json, logging, sys
+sys.path[:0] = [{str(HERE)!r}, {str(ROOT / "tests/support")!r}, {str(BENCHMARKS)!r}]
+import torch.distributed as dist
+import netlab, test_transports
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("freescale").addHandler(handler)
+logging.getLogger("freescale").setLevel(logging.INFO)
+dist.init_process_group("gloo")
+netlab.set_rate(400e6)
+before = netlab.sent_bytes()
+sizes = {{"ring_bytes": 1 << 20, "piece_bytes": 8192}}
+launched = test_transports.many("auto", "cpu", 12, 900, 4, sizes)
+with open(sys.argv[1] + str(dist.get_rank()), "w") as f:
+    json.dump({{"launched": launched, "sent": netlab.sent_bytes() - before, "said": said}}, f)
+dist.barrier()
+"""
+
+
+@pytest.mark.skipif(netlab.why_not() is not None, reason=str(netlab.why_not()))
+def test_ranks_that_share_no_memory_send_over_the_network(tmp_path):
+    program, result = tmp_path / "rank.py", str(tmp_path / "result")
+    program.write_text(RANK)
+    with netlab.Lab(ranks=2) as lab:
+        if not lab.shaped:
+            pytest.skip("no network namespaces can be made here")
+        assert lab.run([*MEMORY_OF_ITS_OWN, sys.executable, str(program), result]) == 0
+    for rank in range(2):
+        found = json.loads(Path(result + str(rank)).read_text())
+        assert found["launched"] == 12
+        assert any(words.startswith("staged: over gloo, because") for words in found["said"]), found
+        assert found["sent"] > 100_000, found

@@ -1,0 +1,263 @@
+"""A LookaheadLoader's threads: what one of them does while another is in the middle of something, stops or fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from freescale.kernels.planning import exchange_plan, row_requests
+from freescale.runtime.lookahead.loop_state import Planned, Run
+from freescale.runtime.samples import batch_balancer
+from freescale.runtime.tables import step_plan
+from loops import DIM, Training, data, threads
+from ranks import run_ranks
+
+# ---- a plan that is placed while it is finished ------------------------------------------------------------------
+
+
+def _planned(number: int, device: str) -> tuple[Planned, exchange_plan.Requests, exchange_plan.Split]:
+    """A batch of one rank; every second row of it is needed by its neighbours too."""
+    ids = torch.tensor([3, 1, 3, 0, 2])
+    keys = exchange_plan.group(ids)
+    count = torch.tensor([keys.values.shape[0]])
+    asked = exchange_plan.Requests(keys, count, keys.values.clone(), count.clone())
+    half = torch.arange(keys.values.shape[0]) % 2 == 0
+    split = exchange_plan.split(asked, half, half)
+    return Planned(number, {}, [step_plan.make(number, ids, asked, split, torch.empty(0, 4, device=device))]), asked, split
+
+
+def _on_the_host(p: step_plan.StepPlan) -> list[str]:
+    """What a graph would read on the device and find on the host."""
+    read: dict[str, tuple[Any, ...]] = {
+        "ids": (p.ids,), "inverse": (p.inverse,), "order": (p.order,), "ends": (p.ends,), "urgent": p.urgent[:1],
+        "early_rows": (p.early_rows,), "back": p.back[:4], "late_index": (p.late_index,), "late_own": p.late_own,
+        "late_slot": (p.late_slot,),
+    }  # fmt: skip
+    return [name for name, tensors in read.items() if not tensors or any(t.device.type == "cpu" for t in tensors)]
+
+
+def _before_line(of: Callable[..., Any], number: int, action: Callable[[], None]) -> Callable[..., Any]:
+    """A trace function: `action` comes when `of` is about to run its line `number`, as if another thread did it then."""
+    seen = 0
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal seen
+        if frame.f_code is not of.__code__:
+            return None
+        seen += event == "line"
+        if seen == number:
+            sys.settrace(None)
+            frame.f_trace = None
+            action()
+        return trace
+
+    return trace
+
+
+def test_a_plan_is_on_the_device_whenever_the_batch_before_it_is_handed_out(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+    for line in range(1, 100):
+        run, handed = Run([], 1), []
+        (before, *asked_before), (item, *asked) = _planned(0, "meta"), _planned(1, "meta")
+        step_plan.finish(before.plans[0], *asked_before)
+        before.plans[0].next = item.plans[0]
+
+        def hand_out(run=run, handed=handed, before=before) -> None:
+            run.hand_out(before, {})
+            handed.append(before)
+
+        sys.settrace(_before_line(step_plan.finish, line, hand_out))
+        try:
+            step_plan.finish(item.plans[0], *asked)
+        finally:
+            sys.settrace(None)
+        if not handed:
+            assert line > 3
+            return
+        item.plans[0].next = step_plan.nothing_next(item.plans[0])
+        run.hand_out(item, {})
+        assert _on_the_host(item.plans[0]) == [], f"the batch before was handed out at line {line} of finish"
+        assert all(t.device.type == "cpu" for t in (*item.plans[0].back[4:], *item.plans[0].late_counts))
+    raise AssertionError("finish has no end")
+
+
+# ---- ranks that are slow, and ranks that stop --------------------------------------------------------------------
+
+
+def _slow_at_the_end() -> bool:
+    """Rank 1 takes longer than FREESCALE_TIMEOUT in its last step, between two loops, and before it leaves one."""
+    plain, wrapped = Training(False), Training(True)
+    for t in (plain, wrapped):
+        for epoch in range(4):
+            for i, batch in enumerate(t.loader(data(4, 10 * epoch))):
+                t.step(batch)
+                if t.wrapped and dist.get_rank() == 1 and (epoch, i) in ((1, 3), (3, 2)):
+                    time.sleep(3)
+                if (epoch, i) == (3, 2):
+                    break
+            if t.wrapped:
+                os.environ["FREESCALE_TIMEOUT"] = "1"  # now that everything is compiled
+                if dist.get_rank() == 1 and epoch == 2:
+                    time.sleep(3)
+    assert plain.losses == wrapped.losses
+    assert all(torch.equal(v, wrapped.now()[k]) for k, v in plain.now().items())
+    assert threads() == []
+    return True
+
+
+def test_a_rank_that_is_slow_at_the_end_of_a_loop_fails_nobody():
+    assert run_ranks(_slow_at_the_end, 2) == [True, True]
+
+
+def _stops(during: str) -> None:
+    """Rank 1 is stopped, by its loader or by its loop; ended when both others have raised."""
+    from freescale import compat
+
+    rank, pids = dist.get_rank(), [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+
+    def loader() -> Any:
+        for i, batch in enumerate(data(9)):
+            if during == "load" and i == 5 and rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            yield batch
+
+    t = Training(True)
+    try:
+        for i, batch in enumerate(t.loader(loader())):
+            if during == "step" and i == 5 and rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            t.step(batch)
+    finally:
+        if compat.default_store().add("raised", 1) == 2:
+            os.kill(pids[1], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("during", ("load", "step"))
+def test_a_rank_that_stops_is_an_error_on_the_others(during):
+    said = run_ranks(_stops, 3, during, timeout=150, group_timeout=8, expect_errors=True)
+    assert said[1] == "died"
+    for rank in (0, 2):
+        assert said[rank].startswith("RuntimeError: freescale: "), said[rank]
+
+
+# ---- planning that fails on one rank -----------------------------------------------------------------------------
+
+
+# Where, at which call (all are of batch 4), of what.
+FAILURES = {
+    "before the first collective": (exchange_plan, "group_by_key", 5, IndexError),
+    "between two collectives of asking": (row_requests, "all_to_all_cpu", 13, MemoryError),
+    "before the answer": (exchange_plan, "shared", 4, MemoryError),
+    "after the last collective": (step_plan, "finish", 4, TypeError),
+    "balancing, between its collectives": (batch_balancer.solver, "balance", 5, ZeroDivisionError),
+}
+
+
+def _fails_in(module: Any, name: str, call: int, kind: type[Exception]) -> Any:
+    """On rank 1, one call that the planning thread makes raises."""
+    original, calls = getattr(module, name), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += threading.current_thread().name == "freescale-lookahead"
+        if calls == call and dist.get_rank() == 1:
+            calls += 1
+            raise kind("no room")
+        return original(*args, **kwargs)
+
+    return mock.patch.object(module, name, failing)
+
+
+def _planning_fails() -> dict[str, str]:
+    told = {}
+    for where, (module, name, call, kind) in FAILURES.items():
+        balance = batch_balancer.BalanceOptions(method="none") if module is batch_balancer.solver else False
+        batches = [{"item": b["item"], "pick": b["item"] % DIM} for b in data(9)]
+        t = Training(True)
+        own = dist.get_rank() == 1
+        words = "^no room$" if own else f"^freescale: rank 1 failed while it planned batch 4: {kind.__name__}: no room$"
+        with _fails_in(module, name, call, kind), pytest.raises(kind if own else RuntimeError, match=words) as caught:
+            for batch in t.loader(batches, balance=balance):
+                t.step(batch)
+        assert not own or "failing" in [entry.name for entry in caught.traceback]
+        assert threads() == []
+        again = Training(True)  # the next loop is none the worse, and nothing of the one that failed is lost
+        for batch in again.loader(batches[: len(t.losses)], balance=balance):
+            again.step(batch)
+        assert t.losses == again.losses and len(t.losses) >= 2, where
+        assert all(torch.equal(v, again.now()[k]) for k, v in t.now().items()), where
+        told[where] = "good"
+    return told
+
+
+def test_planning_that_fails_on_one_rank_is_the_same_error_on_all():
+    for told in run_ranks(_planning_fails, 3, timeout=200):
+        assert told == dict.fromkeys(FAILURES, "good")
+
+
+def _planning_is_stuck() -> bool:
+    """The user's loader may take longer than the group's time-out, what comes after it may not."""
+
+    def slow() -> Any:
+        for i, batch in enumerate(data(5)):
+            time.sleep(2.5 if i == 3 else 0.0)
+            yield batch
+
+    t = Training(True)
+    for batch in t.loader(slow()):
+        t.step(batch)
+    assert len(t.losses) == 5
+    let_go = threading.Event()
+    with mock.patch.object(row_requests, "answer", lambda *args: let_go.wait()):
+        with pytest.raises(RuntimeError, match="^freescale: rank 0: batch 1 is not planned after .* time-out is 1 s$"):
+            next(iter(t.loader(data(5))))
+        let_go.set()
+    return True
+
+
+def test_planning_that_is_stuck_ends_with_the_time_out():
+    assert run_ranks(_planning_is_stuck, 1, group_timeout=1, env={"FREESCALE_TIMEOUT": "1"}) == [True]
+
+
+# ---- the device of a loader's thread -----------------------------------------------------------------------------
+
+
+def _device_of_the_thread() -> list[tuple[str, Any]]:
+    """torch.cuda as it would answer on a machine with GPUs, where this thread is on GPU 3."""
+    seen: list[tuple[str, Any]] = []
+
+    def loader() -> Any:
+        seen.append(("loads in", threading.current_thread().name))
+        yield from data(3)
+
+    t = Training(True)
+
+    def loop() -> None:
+        for batch in t.loader(loader()):
+            assert batch
+
+    def set_device(device: Any) -> None:
+        seen.append((threading.current_thread().name, device))
+
+    with mock.patch("torch.cuda.set_device", set_device), mock.patch("torch.cuda.current_device", lambda: 3):
+        loop()  # CUDA is not initialised, and is not to be
+        with mock.patch("torch.cuda.is_initialized", lambda: True):
+            loop()
+    return seen
+
+
+def test_a_loader_runs_on_the_device_of_the_loop():
+    (seen,) = run_ranks(_device_of_the_thread, 1)
+    loads = ("loads in", "freescale-lookahead")
+    assert seen == [loads, ("freescale-lookahead", 3), loads]

@@ -1,0 +1,258 @@
+"""TorchRec's sharded collections in one compiled graph: the same training as eager TorchRec."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import trec
+from ranks import HAS_TORCHREC, run_ranks
+
+pytestmark = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+
+STEPS = 20
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) if a.numel() else 0.0
+
+
+def _compiled(model, **kwargs):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="freescale", **kwargs)
+
+
+def _against_eager(layout: str, codegen: str, ddp: bool) -> dict[str, float]:
+    """Largest relative difference to eager TorchRec per optimizer."""
+    found = {}
+    for optimizer in ("sgd", "rowwise_adagrad"):
+        none = layout != "mixed"
+        eager = trec.build(layout, optimizer, ddp)
+        expected = trec.train(eager, eager, STEPS, none=none)
+        model = trec.build(layout, optimizer, ddp)
+        run = _compiled(model, fullgraph=not ddp, options={"codegen": codegen, "strict": True})
+        losses = trec.train(model, run, STEPS, none=none)
+        a, b = trec.snapshot(model), trec.snapshot(eager)
+        assert a.keys() == b.keys()
+        worst = max(_relative(a[name], b[name]) for name in a)
+        scale = max(map(abs, expected))
+        found[optimizer] = max(worst, max(abs(x - y) for x, y in zip(losses, expected, strict=True)) / scale)
+        # something was trained at all
+        assert expected[0] != expected[-1] and b["ec.embeddings.item.weight/0" if layout != "table_wise" else "mix.weight"].abs().sum() > 0
+    return found
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("layout, world", (
+    ("row_wise", 2), ("table_wise", 2), ("mixed", 2),
+    *(pytest.param(layout, 4, marks=slow) for layout in ("row_wise", "table_wise", "mixed")),
+))  # fmt: skip
+def test_equals_eager_torchrec(layout, world):
+    for found in run_ranks(_against_eager, world, layout, "eager", False):
+        assert max(found.values()) <= 1e-6, found
+
+
+def test_equals_eager_torchrec_under_inductor_with_ddp():
+    for found in run_ranks(_against_eager, 2, "mixed", "inductor", True):
+        assert max(found.values()) <= 1e-6, found
+
+
+def _replicated_against_sharded() -> float:
+    """A table that is data-parallel or row-wise learns the same (eager TorchRec cannot train the former on CPU)."""
+    tables = []
+    for layout in ("mixed", "row_wise"):
+        model = trec.build(layout, "sgd", ddp=True)
+        trec.train(model, _compiled(model, options={"codegen": "eager"}), 8, none=False, lr=0.1, scheduled=False)
+        tables.append(trec.snapshot(model))
+    replicated, sharded = tables
+    name = next(n for n in replicated if "user" in n)
+    shard = next(v for n, v in sharded.items() if "user" in n)
+    block = -(-trec.USERS // dist.get_world_size())
+    mine = replicated[name][dist.get_rank() * block :][: shard.shape[0]]
+    fresh = trec.snapshot(trec.build("mixed", "sgd"))[name]
+    assert not torch.equal(fresh, replicated[name])
+    return _relative(mine, shard)
+
+
+def test_data_parallel_tables_are_averaged():
+    assert max(run_ranks(_replicated_against_sharded, 2)) <= 1e-6
+
+
+def _fifty_batches(ddp: bool):
+    from torch._dynamo.utils import counters
+
+    import freescale.backend as backend
+    from freescale.driver import REPORT
+
+    model = trec.build("row_wise", "sgd", ddp)
+    run = _compiled(model, fullgraph=not ddp, options={"codegen": "eager"})
+    trec.train(model, run, 50)
+    fifty = list(backend.COMPILED.values()), dict(REPORT.graphs), dict(REPORT.exchanges)
+    trec.train_on(model, run, [trec.batch(s, dist.get_rank(), none=False, samples=1) for s in range(6)])
+    breaks = [b for b in counters["graph_break"] if "set_runtime_stats_and_log" not in b and "ddp" not in b]
+    return *fifty, breaks, list(backend.COMPILED.values())
+
+
+@pytest.mark.parametrize("ddp", (False, True), ids=("alone", "ddp"))
+def test_fifty_batches_take_one_compilation(ddp):
+    """Random lengths, empty histories, ranks without samples. And one more for all batches of one sample."""
+    for compiled, graphs, exchanges, breaks, with_one_sample in run_ranks(_fifty_batches, 2, ddp):
+        assert compiled == [1] and with_one_sample == [2]
+        assert graphs == {"forward": 1, "backward": 1} and exchanges == {"forward": 1, "backward": 1}
+        assert breaks == []
+
+
+def _no_checkpoint_after_a_failed_transfer(model):
+    from freescale.kernels.transports import choose
+
+    def settle():
+        raise RuntimeError("rank 1 is gone")
+
+    choose._open["staged", "the group"] = None, SimpleNamespace(settle=settle)
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        model.state_dict()
+    choose._open.clear()
+
+
+def _checkpoints():
+    """eager -> compiled -> eager by TorchRec's own state_dict, against ten eager steps without a stop."""
+    whole = trec.build("row_wise", "rowwise_adagrad")
+    trec.train(whole, whole, 9)
+    first = trec.build("row_wise", "rowwise_adagrad")
+    trec.train(first, first, 3)
+    second = trec.build("row_wise", "rowwise_adagrad")
+    second.load_state_dict(first.state_dict())
+    second.fused_optimizer.load_state_dict(first.fused_optimizer.state_dict())
+    run = _compiled(second, fullgraph=True, options={"codegen": "eager"})
+    trec.train(second, run, 3, first=3)
+    third = trec.build("row_wise", "rowwise_adagrad")
+    third.load_state_dict(second.state_dict())
+    third.fused_optimizer.load_state_dict(second.fused_optimizer.state_dict())
+    assert first.state_dict().keys() == second.state_dict().keys() == third.state_dict().keys()
+    _no_checkpoint_after_a_failed_transfer(second)
+    trec.train(third, third, 3, first=6)
+    # loading into a model that is compiled already reaches its rows
+    second.load_state_dict(third.state_dict())
+    a, b, c = (trec.snapshot(m) for m in (third, whole, second))
+    assert all(torch.equal(a[n], c[n]) for n in a)
+    return max(_relative(a[n], b[n]) for n in a)
+
+
+def test_checkpoints_go_both_ways():
+    assert max(run_ranks(_checkpoints, 2)) <= 1e-6
+
+
+def _fall_back(layout: str, strict: bool | None, optimizer: str = "sgd", fused: dict[str, Any] | None = None):
+    import logging
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("freescale").addHandler(handler)
+    eager = trec.build(layout, optimizer, **(fused or {}))
+    expected = trec.train(eager, eager, 3, none=False)
+    model = trec.build(layout, optimizer, **(fused or {}))
+    options = {"codegen": "eager"} | ({} if strict is None else {"strict": strict})
+    losses = trec.train(model, _compiled(model, options=options), 3, none=False)
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), said
+
+
+def test_column_wise_is_left_to_torchrec_with_one_warning():
+    for difference, said in run_ranks(_fall_back, 2, "column_wise", False):
+        warnings = [s for s in said if "TorchRec's own path" in s]
+        assert len(warnings) == 1 and "'user'" in warnings[0] and "column_wise" in warnings[0]
+        assert difference <= 1e-6
+
+
+@pytest.mark.parametrize("why, optimizer, fused", (
+    ("their optimizer is ema_in_place_row_wise_adagrad", "ema", {}),
+    ("gradient_clipping", "sgd", {"gradient_clipping": True, "max_gradient": 1e-3}),
+), ids=("ema", "clipping"))  # fmt: skip
+def test_what_is_no_matter_of_rows_is_left_to_torchrec(why, optimizer, fused):
+    """Our owner applies the sum of a row's gradients, twice in a step with look-ahead: not what these optimizers do."""
+    for difference, said in run_ranks(_fall_back, 2, "row_wise", False, optimizer, fused):
+        assert len([s for s in said if "TorchRec's own path" in s and why in s]) == 1, said
+        assert difference <= 1e-6
+
+
+def _half_output() -> list[str | None]:
+    from torchrec.modules.embedding_configs import DataType
+
+    from freescale.runtime.tables import torchrec_collection
+
+    model = trec.build("row_wise", "sgd", output_dtype=DataType.FP16)
+    found = [m for m in model.modules() if type(m).__name__ == "ShardedEmbeddingCollection"]
+    return [torchrec_collection.why_not(m) for m in found]
+
+
+def test_half_precision_output_is_left_to_torchrec():
+    for reasons in run_ranks(_half_output, 1):
+        assert reasons and all("output_dtype" in str(r) for r in reasons), reasons
+
+
+def test_column_wise_is_an_error_under_strict():
+    for error in run_ranks(_fall_back, 2, "column_wise", True, expect_errors=True):
+        assert "column_wise" in error and "'user'" in error
+    for error in run_ranks(_fall_back, 2, "column_wise", None, env={"FREESCALE_STRICT": "1"}, expect_errors=True):
+        assert "column_wise" in error and "'user'" in error
+
+
+def _weighted():
+    from torchrec import KeyedJaggedTensor
+
+    model = trec.build("row_wise", "sgd")
+    run = _compiled(model, options={"codegen": "eager"})
+    kjt, weight = trec.batch(1, dist.get_rank(), none=False)
+    weighted = KeyedJaggedTensor(kjt.keys(), kjt.values(), torch.rand(kjt.values().shape[0]), kjt.lengths())
+    from freescale.runtime.tables import torchrec_collection
+
+    expected = float(model(weighted, weight))
+    return abs(float(run(weighted, weight)) - expected), list(torchrec_collection._refused)
+
+
+def test_weighted_features_are_left_to_torchrec():
+    for difference, refused in run_ranks(_weighted, 2):
+        assert difference <= 1e-6 and len(refused) == 1 and "weighted" in refused[0]
+
+
+def _bad_id(feature: str, value: int):
+    model = trec.build("mixed", "sgd")
+    run = _compiled(model, fullgraph=True, options={"codegen": "eager"})
+    trec.train(model, run, 1, none=False)
+    kjt, weight = trec.batch(1, dist.get_rank(), none=False)
+    if dist.get_rank() == 1:
+        at = kjt.keys().index(feature)
+        kjt.values()[sum(kjt.length_per_key()[:at])] = value
+    run(kjt, weight)
+
+
+@pytest.mark.parametrize("feature, table", (("candidate", "item"), ("tiny", "tiny")))
+def test_an_id_outside_its_table_is_an_error_on_every_rank(feature, table):
+    for error in run_ranks(_bad_id, 2, feature, 4711, expect_errors=True):
+        assert f"rank 1: id 4711 is outside table '{table}' (feature '{feature}')" in error
+    if feature == "candidate":
+        for error in run_ranks(_bad_id, 2, feature, -1, expect_errors=True):
+            assert "rank 1: id -1 is outside table 'item'" in error
+
+
+def test_reasons_to_leave_a_collection_to_torchrec():
+    """Kinds of tables that cannot be built on a CPU; why_not reads TorchRec's plan, so a stand-in for it will do."""
+    from types import SimpleNamespace as Stub
+
+    from freescale.runtime.tables.torchrec_collection import why_not
+
+    def reason(sharding: str, kernel: str, dtype: str = "FP32") -> str | None:
+        plan = {"t": Stub(sharding_type=sharding, compute_kernel=kernel)}
+        config = Stub(name="t", data_type=Stub(value=dtype))
+        return why_not(Stub(module_sharding_plan=plan, _embedding_configs=[config], _env=None))
+
+    assert reason("row_wise", "fused_uvm_caching") == "table 't' uses compute kernel fused_uvm_caching"
+    assert reason("table_wise", "fused_uvm") == "table 't' uses compute kernel fused_uvm"
+    assert reason("grid_shard", "fused") == "table 't' is sharded grid_shard"
+    assert reason("row_wise", "fused", "FP16") == "table 't' holds FP16 rows"

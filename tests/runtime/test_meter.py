@@ -1,0 +1,98 @@
+"""The meter: every launch and wait is counted, bytes are the plan's, names reach the profiler."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from test_lookahead import Batches, Trainer
+
+from ranks import run_ranks
+
+
+def _steps():
+    import freescale
+
+    freescale.meter.clear()
+    trainer = Trainer("sgd", "all", "eager")
+    loader = freescale.LookaheadLoader(Batches(6, 0.3), trainer.compiled)
+    for i, batch in enumerate(loader):
+        if i == 3 and dist.get_rank() == 1:
+            time.sleep(0.3)  # a straggler: the others wait
+        trainer.compiled(batch).backward()
+    return freescale.meter.steps(), loader.stats()
+
+
+def test_steps_waits_and_bytes():
+    ranks = run_ranks(_steps, 2)
+    for steps, stats in ranks:
+        assert [s["step"] for s in steps] == list(range(6))
+        for s in steps:
+            assert s["seconds"] > 0 and s["exposed"] >= 0
+            assert abs(s["compute"] + s["exposed"] - s["seconds"]) < 1e-9
+            assert set(s["waits"]) == set(s["bytes"]) == set(s["flight"])
+            assert all(s["flight"][name] >= s["waits"][name] - 1e-6 for name in s["waits"])
+        planned = {(s["step"], s["exchange"]): s for s in stats}
+        for s in steps:
+            for table in ("item", "user"):
+                plan = planned[s["step"], table]
+                assert s["bytes"][f"urgent rows of {table}"] == plan["bytes_urgent"]
+                if s["step"]:
+                    assert s["bytes"][f"early rows of {table}"] == plan["bytes_early"]
+    waited = sum(ranks[0][0][3]["waits"].values())
+    assert waited >= 0.25  # for the straggler, wherever the two met
+
+
+def _profiled():
+    import freescale
+
+    trainer = Trainer("sgd", "all", "eager")
+    for i, batch in enumerate(freescale.LookaheadLoader(Batches(3, 0.3), trainer.compiled)):
+        if i < 2:
+            trainer.compiled(batch).backward()
+            continue
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            trainer.compiled(batch).backward()
+    return sorted({e.name for e in profile.events() if e.name.startswith("freescale: ")})
+
+
+def test_names_in_the_profiler():
+    for names in run_ranks(_profiled, 2):
+        for what in ("urgent rows of item", "early rows of item", "late gradients of item", "urgent gradients of user"):
+            assert f"freescale: launch {what}" in names or what.startswith("early")
+            assert f"freescale: wait for {what}" in names
+
+
+def _dies():
+    import freescale
+
+    trainer = Trainer("sgd", "all", "eager")
+    for i, batch in enumerate(freescale.LookaheadLoader(Batches(6, 0.3), trainer.compiled)):
+        loss = trainer.compiled(batch)
+        if i == 2 and dist.get_rank() == 1:
+            import os
+
+            os._exit(3)
+        loss.backward()
+
+
+def test_a_wait_in_vain_says_what_for():
+    first, _ = run_ranks(_dies, 2, expect_errors=True)
+    assert "waited for urgent gradients of" in first and "in vain" in first
+
+
+def _marks():
+    import freescale
+
+    freescale.meter.clear()
+    freescale.meter.mark("a")
+    time.sleep(0.01)
+    freescale.meter.mark("b")
+    freescale.meter.pause()
+    freescale.meter.mark("c")
+    return [s["step"] for s in freescale.meter.steps()]
+
+
+def test_marks_of_the_user():
+    assert run_ranks(_marks, 1) == [["a", "b"]]

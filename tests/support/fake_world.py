@@ -1,0 +1,56 @@
+"""A process that believes to be one rank of a large world, for graphs and compile time. Nothing travels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+
+def _answer_yourself(out, x, recv, send, group) -> None:
+    """Peers that ask for as many rows as they are asked for, always for row 0: a legal plan without peers."""
+    if out.dim() == 2:
+        out.copy_(x)
+    else:
+        out.zero_()
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from freescale.kernels.planning import row_requests
+    from freescale.runtime import agreement
+
+    torch._dynamo.reset()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        with (
+            mock.patch.object(row_requests, "all_to_all_cpu", _answer_yourself),
+            mock.patch.object(agreement, "agree", lambda *a, **k: None),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+
+
+def graphs_of(step) -> dict[tuple[str, str], str]:
+    """Run `step` and return {(direction, pass): graph text} of the last graph of each."""
+    from freescale import driver
+    from freescale.passes.graph_text import graph_text
+
+    found: dict[tuple[str, str], str] = {}
+
+    def keep(way, name, graph):
+        found[way, name] = graph_text(graph)
+
+    stop = driver.observe(keep)
+    try:
+        step()
+    finally:
+        stop()
+    return found
