@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from freescale import compat, config
+from freescale import config
+from freescale.compat import backports, compiled_modules, dynamo, dynamo_settings, inductor, logs
 from freescale.driver import Driver
 from freescale.kernels.transports import choose
 from freescale.runtime import agreement
@@ -44,7 +45,7 @@ def freescale(
             raise config.ConfigError("dynamic holds for the whole process: set FREESCALE_DYNAMIC, not an option")
         choose.ARGUMENTS["staged"]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
         torchrec_collection.raise_if_refused(cfg)
-        frame = compat.current_compile_id().split("/")[0]
+        frame = dynamo.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1
         compiled = _compile(gm, inputs, Driver(cfg))
     except Exception as error:
@@ -55,11 +56,11 @@ def freescale(
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], driver: Driver) -> Callable[..., Any]:
     if driver.cfg.codegen == "eager":
-        return compat.compile_with_interpreter(gm, inputs, driver)
+        return inductor.compile_with_interpreter(gm, inputs, driver)
     # What has no collective has nothing to tell, and may come out of AOTAutograd's cache as a whole.
-    before = compat.whole_hits()
-    compiled = compat.compile_with_inductor(gm, inputs, driver, driver.watch, _calls(gm, "freescale", "c10d"))
-    if compat.whole_hits() > before:
+    before = inductor.whole_hits()
+    compiled = inductor.compile_with_inductor(gm, inputs, driver, driver.watch, _calls(gm, "freescale", "c10d"))
+    if inductor.whole_hits() > before:
         trained = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
         driver.came_whole(trained)
     return compiled
@@ -92,22 +93,22 @@ def _agreed_first(compiled: Callable[..., Any], cfg: config.Config) -> Callable[
 
 
 def _prepare() -> config.Config:
-    compat.log_once("freescale")
+    logs.log_once("freescale")
     try:
         cfg = config.load()
     except config.ConfigError as error:
         agreement.post_failure(error)
         raise
-    changed = compat.apply_dynamo_settings(cfg.dynamic)
+    changed = dynamo_settings.apply_dynamo_settings(cfg.dynamic)
     for name, (before, after) in changed.items():
         log.info("torch._dynamo: %s was %r, is %r", name, before, after)
     if "optimize_ddp" in changed:
         log.info("DDP: Dynamo no longer cuts the graph at DDP's buckets; DDP still averages the gradients")
     if cfg.dynamic:
-        compat.specialize_sizes_of_one()
-    compat.backport_empty_grids()
-    compat.backport_fake_of_fake()
-    compat.load_eager_checkpoints(freescale)
+        dynamo_settings.specialize_sizes_of_one()
+    backports.backport_empty_grids()
+    backports.backport_fake_of_fake()
+    compiled_modules.load_eager_checkpoints(freescale)
     torchrec_collection.teach()
     return cfg
 

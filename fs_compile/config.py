@@ -8,9 +8,9 @@ Settings belong to a model: to what its torch.compile was given. There is no set
 model could change; whoever needs one gets it from the model or the graph at hand:
 
     the backend, the passes     the options that torch.compile hands over
-    tables, while traced        the options of the compilation that is under way (compat.options_while_tracing)
+    tables, while traced        the options of the compilation that is under way (compat's options_while_tracing)
     a graph's agreement         a number in the graph
-    a LookaheadLoader           the options of its model (compat.options_of), known before the first call; models that
+    a LookaheadLoader           the options of its model (compat's options_of), known before the first call; models that
                                 share tables share a background group, whose link the first of their loaders measures
 
 Two hold for the whole process: `dynamic` (Dynamo's settings are global) and `ring_mb` (pinned once).

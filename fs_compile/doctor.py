@@ -122,10 +122,10 @@ def _copying_transports(gpus: int) -> dict[str, str]:
 
 def _self_test() -> str | None:
     """Why this torch does not have what freescale.compat uses, or None."""
-    compat, why = _import("freescale.compat")
-    if compat is not None:
+    probes, why = _import("freescale.compat.probes")
+    if probes is not None:
         try:
-            compat.self_test()
+            probes.self_test()
         except Exception as error:
             return _reason(error)
     return why

@@ -24,7 +24,8 @@ from torch import fx
 import freescale.kernels
 import freescale.passes
 import freescale.runtime
-from freescale import compat, graph_records, progress
+from freescale import graph_records, progress
+from freescale.compat import fx_values, inductor, logs
 from freescale.config import Config
 from freescale.graph_records import GraphRecord
 from freescale.kernels.ops.schemas import COPYING
@@ -70,10 +71,10 @@ def _source_hash() -> str:
     files: list[str] = []
     for package in (freescale, freescale.passes, freescale.kernels, freescale.runtime):
         files += sorted(str(f) for f in Path(package.__path__[0]).rglob("*.py"))
-    return str(compat.get_hash_for_files(tuple(files)))
+    return str(inductor.get_hash_for_files(tuple(files)))
 
 
-class Driver(compat.CustomGraphPass):
+class Driver(inductor.CustomGraphPass):
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
         self._record: GraphRecord | None = None  # of the graph that was passed over last
@@ -103,16 +104,16 @@ class Driver(compat.CustomGraphPass):
             _agree_on_launches(record.way, graph, found, self.cfg.timeout)
             gm.recompile()
         if self.cfg.codegen == "inductor":  # torch itself runs a graph in its order
-            compat.bind_order(graph, bindings(graph))
+            inductor.bind_order(graph, bindings(graph))
 
     def watch(self, gm: fx.GraphModule, compile_graph: Callable[[], Any]) -> Any:
         """Around the compilation of one graph: what is said of it, and kept for when it comes out of a cache."""
         way, n = direction(gm.graph), count_exchanges(gm.graph)
         progress.say(f"compiling the {way} graph ({n} exchange{'s' * (n != 1)}); this can take a minute")
-        self._record, hits, start = None, compat.cache_hits(), time.perf_counter()
+        self._record, hits, start = None, inductor.cache_hits(), time.perf_counter()
         compiled = compile_graph()
-        spent, key = time.perf_counter() - start, compat.cache_key(compiled)
-        if compat.cache_hits() > hits:
+        spent, key = time.perf_counter() - start, inductor.cache_key(compiled)
+        if inductor.cache_hits() > hits:
             progress.say(f"the {way} graph came out of torch's cache after {spent:.1f} s")
             self._from_cache(way, key)
         else:
@@ -137,7 +138,7 @@ class Driver(compat.CustomGraphPass):
         for name, text in record.texts.items():
             if name in record.sites:
                 log.info("%s %s: %d sites, from torch's cache", way, name, record.sites[name])
-            compat.trace_artifact(f"freescale_{way}_{name}", lambda text=text: text)  # type: ignore[misc]
+            logs.trace_artifact(f"freescale_{way}_{name}", lambda text=text: text)  # type: ignore[misc]
 
     def _run(self, record: GraphRecord, name: str, apply: freescale.passes.Pass, gm: fx.GraphModule) -> int:
         try:
@@ -152,7 +153,7 @@ class Driver(compat.CustomGraphPass):
         return sites
 
     def _tell(self, record: GraphRecord, name: str, graph: fx.Graph) -> None:
-        compat.trace_artifact(f"freescale_{record.way}_{name}", lambda: graph_text(graph))
+        logs.trace_artifact(f"freescale_{record.way}_{name}", lambda: graph_text(graph))
         if self.cfg.codegen == "inductor":
             record.texts[name] = graph_text(graph)
         for observer in list(_observers):
@@ -177,7 +178,7 @@ def _agree_on_launches(way: str, graph: fx.Graph, found: list[Exchange], timeout
             torch.ops.freescale.agree.default,
             (first.args[0], "; ".join([way, *map(_carried, found)]), argument(first, "group_name"), timeout),
         )
-    node.meta["val"] = compat.fake_value(node)
+    node.meta["val"] = fx_values.fake_value(node)
 
 
 def _carried(x: Exchange) -> str:

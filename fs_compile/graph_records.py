@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from freescale import compat
+from freescale.compat import inductor
 
 log = logging.getLogger(__name__)
 
@@ -52,4 +52,4 @@ def recall(key: str) -> GraphRecord | None:
 
 
 def _path(key: str) -> Path:
-    return Path(compat.cache_dir()) / "freescale" / f"{key}.json.gz"
+    return Path(inductor.cache_dir()) / "freescale" / f"{key}.json.gz"

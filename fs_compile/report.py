@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from freescale import compat
+from freescale.compat import dynamo
 
 
 def report() -> dict[str, Any]:
@@ -18,8 +18,8 @@ def report() -> dict[str, Any]:
     from freescale.backend import COMPILED
     from freescale.driver import REPORT
 
-    breaks = compat.graph_breaks()
-    ddp = sum(n for reason, n in breaks.items() if compat.is_ddp_break(reason))
+    breaks = dynamo.graph_breaks()
+    ddp = sum(n for reason, n in breaks.items() if dynamo.is_ddp_break(reason))
     return {
         "graphs": len(COMPILED),
         "recompiles": sum(n - 1 for n in COMPILED.values()),

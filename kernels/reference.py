@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from freescale import compat
+from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LATE, lib
 from freescale.kernels.planning import exchange_plan, row_requests
@@ -46,7 +46,7 @@ def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, grou
 
 def _launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
     out = x.new_empty((n_recv, *x.shape[1:]))
-    group = compat.group_by_name(group_name)
+    group = distributed.group_by_name(group_name)
     with launch_record.label(f"launch {launch_record.PRIORITIES[priority]} {what}"):
         work = c10d.start(out, x, recv_counts.tolist(), send_counts.tolist(), group)
     return launch_record.started(work, what, priority, out, group)
@@ -89,7 +89,7 @@ def update_(token, grad, rows, order, ends, priority, table):
 def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
     device = ids[0].device
     owners = exchange_plan.OwnerMap(bounds, shifts, starts)
-    group = compat.group_by_name(group_name)
+    group = distributed.group_by_name(group_name)
     with launch_record.blocked("planning in the step"):
         asked = row_requests.ask([i.cpu() for i in ids], firsts, sizes, owners, table, group)
     mine, own = asked.mine, exchange_plan.group(asked.rows)
@@ -99,7 +99,7 @@ def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
 
 
 def checked_rows(ids, firsts, sizes, table, group_name):
-    group = compat.group_by_name(group_name)
+    group = distributed.group_by_name(group_name)
     bad = exchange_plan.first_outside(ids, sizes)
     with launch_record.blocked("planning in the step"):
         row_requests.exchange_counts(torch.zeros(group.size(), dtype=torch.int64), bad, table, group)

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from freescale import compat
+from freescale.compat import dynamo, fx_values
 from freescale.passes.exchange_meta import WAIT
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def wire_seconds(size: sympy.Expr, link: float) -> float:
 
 def hint(size: Any) -> int:
     """A size as a number: of the batch that was traced."""
-    return compat.size_hint(size, UNKNOWN_SIZE)
+    return fx_values.size_hint(size, UNKNOWN_SIZE)
 
 
 def bytes_of(value: Any) -> int:
@@ -116,7 +116,7 @@ def _flops(node: fx.Node) -> float:
     def sized(n: fx.Node) -> Any:
         return _sized(n.meta.get("val"), lambda shape, v: torch.empty(shape, dtype=v.dtype, device="meta"))
 
-    with compat.no_modes():
+    with dynamo.no_modes():
         args, kwargs = fx.map_arg(node.args, sized), fx.map_arg(node.kwargs, sized)
         out = _sized(node.meta["val"], lambda shape, v: torch.empty(shape, dtype=v.dtype, device="meta"))
         return float(flop_registry[target.overloadpacket](*args, **kwargs, out_val=out))
@@ -153,7 +153,7 @@ def _try(node: fx.Node) -> float:
         return _sized(n.meta.get("val"), lambda shape, v: torch.rand(shape, device=v.device).to(v.dtype))
 
     try:
-        with compat.no_modes(), torch.no_grad():
+        with dynamo.no_modes(), torch.no_grad():
             args, kwargs = fx.map_arg(node.args, real), fx.map_arg(node.kwargs, real)
             return fastest(lambda: node.target(*args, **kwargs), node.meta["val"])  # type: ignore[operator]
     except Exception as error:  # noqa: BLE001  (whatever an op does with data that it was not made for)
@@ -179,7 +179,7 @@ def fastest(run: Callable[[], Any], on: Any = None) -> float:
 def machine(device_type: str) -> Machine:
     """How fast this rank is, measured once per process with one matrix product and one copy."""
     n = 4096 if device_type == "cuda" else 384
-    with compat.no_modes(), torch.no_grad():
+    with dynamo.no_modes(), torch.no_grad():
         a = torch.rand(n, n, device=device_type)
         b = torch.rand(1 << (28 if device_type == "cuda" else 22), device=device_type)
         product = fastest(lambda: a @ a, a)

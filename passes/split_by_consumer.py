@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from freescale import compat
+from freescale.compat import fx_values
 from freescale.passes.exchange_meta import KEY, ORIGIN, WAIT, Exchange, first_user, size_in_bytes
 
 log = logging.getLogger(__name__)
@@ -207,5 +207,5 @@ class _Maker:
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self.origin)
-        node.meta["val"] = compat.fake_value(node)
+        node.meta["val"] = fx_values.fake_value(node)
         return node

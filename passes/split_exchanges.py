@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from freescale import compat
+from freescale.compat import fx_values
 from freescale.config import Config
 from freescale.kernels import reference
 from freescale.passes import split_by_consumer
@@ -60,7 +60,7 @@ def _open(graph: fx.Graph, x: Exchange) -> None:
         node = node.next
     for node in new:
         node.meta.update({k: old.meta[k] for k in ORIGIN if k in old.meta})
-        node.meta["val"] = compat.fake_value(node)
+        node.meta["val"] = fx_values.fake_value(node)
     old.replace_all_uses_with(result.node)
     graph.erase_node(old)
     launch = new[0]

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from freescale import compat
+from freescale.compat import distributed
 from freescale.kernels.ops.schemas import lib
 
 _KEY = "freescale/agree"
@@ -31,7 +31,7 @@ def _key(group: str, rank: int) -> str:
 
 
 def _post(said: dict[str, object], group: str = _EVERYONE) -> None:
-    compat.default_store().set(_key(group, dist.get_rank()), json.dumps(said))
+    distributed.default_store().set(_key(group, dist.get_rank()), json.dumps(said))
 
 
 def post_failure(error: BaseException) -> None:
@@ -49,7 +49,7 @@ def agree(settings: dict[str, object], timeout: float, group_name: str | None = 
         return
     ranks, group = list(range(dist.get_world_size())), _EVERYONE
     if group_name is not None:
-        some = dist.get_process_group_ranks(compat.group_by_name(group_name))
+        some = dist.get_process_group_ranks(distributed.group_by_name(group_name))
         if len(some) < len(ranks):
             ranks, group = some, group_name
     _post({"settings": settings}, group)
@@ -79,7 +79,7 @@ lib.impl("agree", torch.compiler.disable(_agree), "CompositeExplicitAutograd")
 
 def _read_all(timeout: float, ranks: list[int], group: str) -> dict[int, dict[str, object]]:
     """What each rank said; as soon as one says that it failed, that alone is enough."""
-    store, said = compat.default_store(), {}
+    store, said = distributed.default_store(), {}
     missing = list(ranks)
     end = time.monotonic() + timeout
     while missing:

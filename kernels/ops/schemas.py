@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import torch
 
-from freescale import compat
+from freescale.compat import inductor
 
 lib = torch.library.Library("freescale", "DEF")
 
@@ -149,5 +149,5 @@ for _name in ("", *(f"_{name}" for name in COPYING)):
     if _name:
         torch.library.register_fake(f"freescale::all_to_all_launch{_name}", _all_to_all_launch, lib=lib)
         torch.library.register_fake(f"freescale::all_to_all_rows_launch{_name}", _all_to_all_rows_launch, lib=lib)
-    compat.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_launch{_name}"))
-    compat.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_rows_launch{_name}"))
+    inductor.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_launch{_name}"))
+    inductor.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_rows_launch{_name}"))

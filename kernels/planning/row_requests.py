@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from freescale import compat
+from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
 from freescale.kernels.planning import exchange_plan
 
@@ -101,7 +101,7 @@ def all_to_all_cpu(
     out: torch.Tensor, x: torch.Tensor, recv: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
 ) -> None:
     """All-to-all of small CPU tensors over any group; one without CPU transport sends from its device."""
-    devices = compat.devices_of_group(group)
+    devices = distributed.devices_of_group(group)
     if "cpu" in devices:
         dist.all_to_all_single(out, x, list(recv), list(send), group=group)
         return

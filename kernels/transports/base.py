@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from freescale import compat
+from freescale.compat import distributed
 from freescale.kernels.transports.shared_segment import Presence
 from freescale.kernels.transports.slot_rings import LEVELS, Step, level_of
 
@@ -74,7 +74,7 @@ class Transport:
         self._copy_out, self._copy_in = driver.copy_out, driver.copy_in
         self.rank, self.world = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
-        self.timeout = timeout if timeout is not None else compat.timeout_of(group).total_seconds()
+        self.timeout = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
         self.presence: Presence | None = None  # where the ranks share memory
         self.error: str | None = None
         self.launched = 0
@@ -130,7 +130,7 @@ class Transport:
     ) -> torch.Tensor:
         """Start an all-to-all of rows; the result is there after `_c10d_functional.wait_tensor`."""
         out, work = self.start(x, send_counts, recv_counts, n_recv, priority)
-        compat.register_work(out, work)
+        distributed.register_work(out, work)
         return out
 
     def start(

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from freescale import compat
+from freescale.compat import distributed
 
 PAIRS_UP_TO = 32  # ranks: a send and a receive for each, issued one by one
 _launched: dict[str, int] = {}
@@ -36,7 +36,7 @@ def start(
     out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup
 ) -> dist.Work | Pairs:
     """Start an all-to-all of rows: `send[p]` rows of `x` to peer p, `recv[p]` rows of `out` from it."""
-    if x.device.type == "cpu" and group.size() <= PAIRS_UP_TO and compat.is_gloo(group):
+    if x.device.type == "cpu" and group.size() <= PAIRS_UP_TO and distributed.is_gloo(group):
         return _pairs(out, x, recv, send, group)
     return dist.all_to_all_single(out, x, recv, send, group=group, async_op=True)
 

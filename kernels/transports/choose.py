@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale import compat
+from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import COPYING, lib
 from freescale.kernels.transports import launch_record
@@ -46,7 +46,7 @@ def choose(wanted: str, group_name: str, device_type: str) -> tuple[str, str]:
 def _best(group_name: str, device_type: str) -> tuple[str, str]:
     if device_type != "cuda":
         return "c10d", f"the rows are on the {device_type}"
-    ranks = dist.get_process_group_ranks(compat.group_by_name(group_name))
+    ranks = dist.get_process_group_ranks(distributed.group_by_name(group_name))
     local = _ranks_of_a_host()
     if local and len({rank // local for rank in ranks}) > 1:
         return "staged", "the ranks are on several hosts"
@@ -135,7 +135,7 @@ def close() -> None:
 
 def _implement(name: str) -> None:
     def launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
-        group = compat.group_by_name(group_name)
+        group = distributed.group_by_name(group_name)
         with launch_record.label(f"launch {launch_record.PRIORITIES[priority]} {what}"):
             out, work = of(name, group, x.device).start(x, send_counts, recv_counts, n_recv, priority)
         return launch_record.started(work, what, priority, out, group)

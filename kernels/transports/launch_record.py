@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale import compat
+from freescale.compat import distributed, logs
 from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
 
 PRIORITIES = {URGENT: "urgent", LATE: "late", EARLY: "early"}
@@ -93,13 +93,13 @@ def started(
     work: Any, what: str, priority: int, out: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Register `work` for `out`, so that a wait for `out` waits for it, and note it."""
-    compat.register_work(out, Launched(work, f"{PRIORITIES[priority]} {what}", out, group))
+    distributed.register_work(out, Launched(work, f"{PRIORITIES[priority]} {what}", out, group))
     return out
 
 
 def label(name: str) -> Any:
     """A name in the torch profiler's trace; nothing where no profiler is on."""
-    return torch.profiler.record_function(f"freescale: {name}") if compat.profiling() else nullcontext()
+    return torch.profiler.record_function(f"freescale: {name}") if logs.profiling() else nullcontext()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from freescale import compat
+from freescale.compat import distributed
 from freescale.kernels.transports import slot_rings
 from freescale.kernels.transports.base import FAR, Message, Transport
 from freescale.kernels.transports.cuda_driver import CudaDriver
@@ -66,7 +66,7 @@ class Peer(Transport):
         flags = 2 * LEVELS * self.world * _SLOTS * WORD_STRIDE
         self.window_bytes = self._flags_at + flags
         try:
-            self._window, self._bases = compat.symmetric_buffer(self.window_bytes, self.driver.device, self.group)
+            self._window, self._bases = distributed.symmetric_buffer(self.window_bytes, self.driver.device, self.group)
         except RuntimeError as error:
             raise RuntimeError(
                 f"freescale: peer: rank {self._me()} cannot share {self.window_bytes} bytes of its GPU with the other "
@@ -156,5 +156,5 @@ def open_transport(
     if flag not in FLAGS:
         raise ValueError(f"freescale: peer: flag is one of {', '.join(FLAGS)}, found {flag!r}")
     driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
-    seconds = timeout if timeout is not None else compat.timeout_of(group).total_seconds()
+    seconds = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
     return Peer(group, driver, seconds, window_bytes, most_bytes, flag)

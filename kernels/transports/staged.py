@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale import compat
+from freescale.compat import distributed
 from freescale.kernels.transports import slot_rings
 from freescale.kernels.transports.base import Transport, set_far
 from freescale.kernels.transports.cuda_driver import CudaDriver
@@ -102,7 +102,7 @@ def open_transport(
         _refuse_gloo_without_caching()
     if driver is None:
         driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
-    seconds = timeout if timeout is not None else compat.timeout_of(group).total_seconds()
+    seconds = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
     side = cpu_group(group, seconds)
     if network != "gloo":
         sizes = slot_rings.fit(group.size(), ring_bytes, piece_bytes)

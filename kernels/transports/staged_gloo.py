@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from freescale import compat
+from freescale.compat import distributed
 from freescale.kernels.transports import slot_rings
 from freescale.kernels.transports.base import Transport, set_far
 from freescale.kernels.transports.shared_segment import cpu_group
@@ -136,7 +136,7 @@ class Courier(threading.Thread):
         finally:
             self.stopped.set()
             if peer is None:
-                compat.hang_up(self.group)  # the peers' couriers give up too
+                distributed.hang_up(self.group)  # the peers' couriers give up too
 
 
 class Relay(Transport):

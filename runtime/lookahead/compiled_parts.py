@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from freescale import compat
+from freescale.compat import compiled_modules
 from freescale.runtime.lookahead import rank_meetings
 from freescale.runtime.tables import torchrec_collection
 
@@ -46,7 +46,7 @@ def _outermost(module: torch.nn.Module, met: set[torch.nn.Module]) -> Iterator[t
     if module in met:
         return
     met.add(module)
-    if compat.is_compiled(module):
+    if compiled_modules.is_compiled(module):
         yield module
         return
     for child in module.children():
@@ -62,7 +62,7 @@ def _why(model: torch.nn.Module) -> str:
 
 
 def _no_module(given: Any) -> str:
-    if not compat.is_compiled(given):
+    if not compiled_modules.is_compiled(given):
         return f"freescale: LookaheadLoader wants the compiled model, as in {_COMPILE}; found {type(given).__name__}"
     name = getattr(given, "__name__", "step")
     return (

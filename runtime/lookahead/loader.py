@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale import compat, config
+from freescale import config
+from freescale.compat import compiled_modules, distributed
 from freescale.runtime import batch_structure
 from freescale.runtime.balance.sample_cost import FittedCost
 from freescale.runtime.lookahead import compiled_parts, rank_meetings
@@ -81,7 +82,7 @@ class LookaheadLoader:
         self.strict = self._settings.strict if strict is None else strict
         self.exchanges = list(dict.fromkeys(x for part in self._parts for x in rank_meetings.exchanges_of(part)))
         for x in self.exchanges:
-            if compat.group_by_name(x.group_name).size() != dist.get_world_size():
+            if distributed.group_by_name(x.group_name).size() != dist.get_world_size():
                 raise ValueError(
                     f"freescale: table {x.name} is sharded over a part of the ranks; a LookaheadLoader plans for "
                     "tables that are sharded over all of them"
@@ -223,6 +224,6 @@ class LookaheadLoader:
 def _settings_of(model: torch.nn.Module) -> config.Config:
     """As the model is compiled. Options that are wrong are the backend's to refuse, so that every rank hears of it."""
     try:
-        return config.load(compat.options_of(model))
+        return config.load(compiled_modules.options_of(model))
     except config.ConfigError:
         return config.load()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from freescale import compat
+from freescale.compat import dynamo
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import EARLY, LATE
 from freescale.kernels.transports import choose
@@ -68,7 +68,7 @@ class Run:
     def number(self) -> int:
         return -1 if self.current is None else self.current.number
 
-    @compat.outside_inference_mode()
+    @dynamo.outside_inference_mode()
     def hand_out(self, item: Planned, batch: Any) -> None:
         """`batch`, on the device, goes to the user."""
         self.current = item
@@ -101,7 +101,7 @@ class Run:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    @compat.outside_inference_mode()
+    @dynamo.outside_inference_mode()
     def begin(self) -> None:
         """The batch handed out last is about to go through the model, on every rank."""
         assert self.current is not None
@@ -128,7 +128,7 @@ class Run:
             x.freescale_plan = p
         self._updates = [table_registry.updates[x.name] for x in self.exchanges]
 
-    @compat.outside_inference_mode()
+    @dynamo.outside_inference_mode()
     def end(self) -> None:
         """The forward pass is over, or has failed."""
         if self._updates is None or self.current is None:
@@ -172,7 +172,7 @@ class Run:
         """The step whose backward pass was torn, -1 if none was; the ranks may differ."""
         return max((int(q.step) for _, q in self._torn()), default=-1)
 
-    @compat.outside_inference_mode()
+    @dynamo.outside_inference_mode()
     def apply(self) -> None:
         """Send and apply what is pending. Every rank does so at the same place."""
         choose.check()

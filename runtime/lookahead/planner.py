@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale import compat
+from freescale.compat import distributed
 from freescale.kernels.planning import exchange_plan, row_requests
 from freescale.runtime import batch_structure
 from freescale.runtime.balance.integer_problem import BalanceError
@@ -59,7 +59,7 @@ class Planner:
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
         self.timeout, self.balancer = timeout, balancer
         self.failed = False  # between collectives: the group cannot be used any more
-        self.limit = compat.timeout_of(group).total_seconds()
+        self.limit = distributed.timeout_of(group).total_seconds()
         self._abandoned = False
         self._number = 0  # of the batch that is being loaded or planned
         self._since: float | None = None  # the thread is busy with something that ends within the time-out
@@ -147,7 +147,7 @@ class Planner:
             words = f"rank {me} failed while it planned batch {self._number}: {type(error).__name__}: {error}"
         self.failed = True
         first = _said_first(self.group, words)
-        compat.hang_up(self.group)
+        distributed.hang_up(self.group)
         if first == words and not isinstance(error, RuntimeError):
             return error
         failure = RuntimeError(f"freescale: {first}")
@@ -284,7 +284,7 @@ class Planner:
     ) -> tuple[bool, BaseException | None, list[list[int]]]:
         """Does every rank go on? If not: what to raise in the user's loop, None for a clean end. And what each says."""
         self._since = time.monotonic()
-        heard = compat.gather_ints([status, *says], self.group)
+        heard = distributed.gather_ints([status, *says], self.group)
         self._since = time.monotonic()
         said, rest = [s for s, *_ in heard], [r for _, *r in heard]
         if set(said) == {_GOES_ON}:
@@ -322,7 +322,7 @@ def _said_first(group: dist.ProcessGroup, words: str) -> str:
 
     def say() -> None:
         with contextlib.suppress(Exception):
-            heard.append(compat.default_store().compare_set(key, "", words).decode())
+            heard.append(distributed.default_store().compare_set(key, "", words).decode())
 
     thread = threading.Thread(target=say, name="freescale-store", daemon=True)
     thread.start()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from freescale import compat
+from freescale.compat import compiled_modules, distributed
 from freescale.kernels.transports import choose, launch_record, link_speed
 from freescale.runtime.lookahead.loop_state import UNKNOWN, Run
 from freescale.runtime.tables import torchrec_collection
@@ -52,7 +52,7 @@ class Tables:
         self.loops = 0
         # Groups of their own: nothing here comes between the collectives of the training. The first is for meetings;
         # the others are for the planning threads of loops inside each other. A rank may be as slow as in training.
-        self.timeout = compat.timeout_of(compat.group_by_name(exchanges[0].group_name))
+        self.timeout = distributed.timeout_of(distributed.group_by_name(exchanges[0].group_name))
         self._meeting = self.cpu_group()
         self._planning: list[dist.ProcessGroup | None] = [self.cpu_group()]
         # Early rows and late gradients: a group of the same kind as the training's, so that urgent ones overtake them.
@@ -209,7 +209,7 @@ class Tables:
             raise RuntimeError(f"freescale: {run.broken}")
         try:
             with launch_record.blocked("meeting of the ranks"):
-                return [Said(*s) for s in compat.gather_ints(mine, self._meeting)]
+                return [Said(*s) for s in distributed.gather_ints(mine, self._meeting)]
         except Exception as error:
             limit = self.timeout.total_seconds()
             run.broken = f"the other ranks did not come to the same place within {limit:g} s, or are gone: {error}"
@@ -219,8 +219,8 @@ class Tables:
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def _hook_call(self, call: torch.nn.Module) -> list[Any]:
-        if compat.compiled_in_place(call):
-            return [compat.AroundCompiledCall(call, self._before_forward, self._after_forward)]
+        if compiled_modules.compiled_in_place(call):
+            return [compiled_modules.AroundCompiledCall(call, self._before_forward, self._after_forward)]
         return [
             call.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             call.register_forward_hook(self._after_forward, always_call=True),

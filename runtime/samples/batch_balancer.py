@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from freescale import compat
+from freescale.compat import distributed
 from freescale.runtime import batch_structure, meter
 from freescale.runtime.balance import solver
 from freescale.runtime.balance.integer_problem import BalanceError
@@ -288,7 +288,7 @@ def send_home(outputs: Any, origin: torch.Tensor, group: dist.ProcessGroup) -> A
     leaving = np.bincount(rank, minlength=group.size())
     text = str(failure) if cut is None else cut.schema()
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    said = compat.gather_ints([int(cut is not None), digest, *leaving.tolist()], group)
+    said = distributed.gather_ints([int(cut is not None), digest, *leaving.tolist()], group)
     if len({(good, d) for good, d, *_ in said}) > 1 or cut is None:
         _refuse(said, text, failure, group)
     assert cut is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from freescale import compat
+from freescale.compat import dynamo
 
 # Their updates depend on a row, its gradient and settings alone. The others count steps, or look at more than the row.
 OPTIMIZERS = ("exact_sgd", "exact_adagrad", "exact_row_wise_adagrad")
@@ -40,7 +40,7 @@ class FbgemmTable:
         counts = torch.bincount(table.cpu(), minlength=self._first.shape[0])
         sizes = torch.zeros_like(self._bags)
         sizes[self._first + 1] = counts
-        with compat.autograd_inside_op():
+        with dynamo.autograd_inside_op():
             looked_up = self.emb(rows - self._starts[table], sizes.cumsum(0).to(rows.device))
             grads = grads.clone() if grads.is_inference() else grads
             torch.autograd.backward(looked_up, grads.view_as(looked_up))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from freescale import compat
+from freescale.compat import dynamo
 from freescale.kernels.planning import exchange_plan
 
 Tensors = tuple[torch.Tensor, ...]
@@ -28,7 +28,7 @@ class Late:
     counts: Tensors  # [world] rows to each owner, rows from each requester
 
     def __post_init__(self) -> None:
-        compat.mark_static(self.grad, 1)
+        dynamo.mark_static(self.grad, 1)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         for counts in (*self.urgent[1:], *self.early_counts):
-            compat.mark_static(counts)
+            dynamo.mark_static(counts)
 
     def late(self) -> Late:
         """What this step leaves for the next one: nothing unless it had a backward pass."""
@@ -76,7 +76,7 @@ class StepPlan:
 
 def nothing_late(rows: torch.Tensor, counts: torch.Tensor) -> Late:
     index = rows.new_empty(0, dtype=torch.int64)
-    zeros = tuple(compat.mark_static(torch.zeros_like(counts)) for _ in range(2))
+    zeros = tuple(dynamo.mark_static(torch.zeros_like(counts)) for _ in range(2))
     return Late(rows.new_empty(0, rows.shape[1]), (index, index.clone(), index.clone()), zeros)
 
 
@@ -109,7 +109,7 @@ def finish(p: StepPlan, asked: exchange_plan.Requests, gradients: exchange_plan.
     p.late_own = tuple(exchange_plan.group(late.rows))
     p.late_counts = (late.recv_counts, late.send_counts)
     for counts in (*p.back[4:], *p.late_counts):
-        compat.mark_static(counts)
+        dynamo.mark_static(counts)
     n, dim = late.index.shape[0], p.arrived.shape[1]
     # A tensor that only has a shape: all its elements are the same one. Its gradient is what is wanted.
     p.late_slot = p.arrived.new_empty(1).as_strided((n, dim), (0, 0)).requires_grad_()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import freescale.kernels  # noqa: F401  (registers the ops)
-from freescale import compat
+from freescale.compat import dynamo
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
 from freescale.kernels.planning import exchange_plan
@@ -47,7 +47,7 @@ class Exchange:
         self.firsts = [firsts[t] for _, t in entries]
         self.sizes = [table_rows[t] for _, t in entries]
         owners = exchange_plan.owner_map(shards, table_rows, group.size())
-        self.bounds, self.shifts, self.starts = (compat.mark_static(t) for t in owners)
+        self.bounds, self.shifts, self.starts = (dynamo.mark_static(t) for t in owners)
         self.follow_table()
         # The plan of the batch that a LookaheadLoader handed out last, None without one. By this name compat knows the
         # tensors in it, whose sizes are ours.
@@ -60,7 +60,7 @@ class Exchange:
         """The table has its type and its device, now or after `model.double()` and the like."""
         weight = self.table.weight
         # The token that goes through the graph. It wants a gradient so that autograd calls the exchange's backward.
-        self.anchor = compat.mark_static(weight.new_empty(0, weight.shape[1]).requires_grad_())
+        self.anchor = dynamo.mark_static(weight.new_empty(0, weight.shape[1]).requires_grad_())
 
     def lookup(self, ids: list[torch.Tensor], divide_by: int) -> tuple[torch.Tensor, ...]:
         """The rows of each entry's ids, in the order of `entries`. Gradients are divided by `divide_by`."""
@@ -98,7 +98,7 @@ class Exchange:
         return embedded
 
 
-@compat.leave_graph(
+@dynamo.leave_graph(
     "freescale: a compiled function or module that the LookaheadLoader was not given looks up a table while its loop "
     "is on. What is pending must be applied before that, outside the graph: give the LookaheadLoader the module whose "
     "call is compiled, or leave the loop first"
@@ -107,7 +107,7 @@ def _tell(exchange: Exchange) -> None:
     exchange.look_first()
 
 
-@compat.assume_constant_result
+@dynamo.assume_constant_result
 def _refuse_second_lookup(name: str) -> None:
     # Dynamo runs this while it traces. Were the error in the traced code, it would be a graph break: TorchRec's own
     # forward would do the step, and a rank without samples would fail in it while the others wait.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from freescale import compat
+from freescale.compat import compiled_modules, dynamo
 from freescale.config import Config, load
 from freescale.kernels.ops import table_registry
 from freescale.kernels.planning import exchange_plan
@@ -209,7 +209,7 @@ def _refuse(module: Any, reason: str) -> None:
     if message not in _refused:
         _refused.append(message)
         log.warning(message)
-    if load(compat.options_while_tracing()).strict:
+    if load(compiled_modules.options_while_tracing()).strict:
         _refused_strictly.append(message)
         raise Refused(message)
 
@@ -234,7 +234,7 @@ def _freescale_prepare(self: Any, weighted: bool, varying: bool) -> bool:
 def collection_of(module: Any) -> Collection:
     """How `module`, which `why_not` lets through, is served; made on first use."""
     if "_freescale" not in module.__dict__:
-        with compat.outside_inference_mode():  # the first use may be an evaluation
+        with dynamo.outside_inference_mode():  # the first use may be an evaluation
             module.__dict__["_freescale"] = Collection(module)
         module.register_state_dict_pre_hook(choose.settle)
     return module.__dict__["_freescale"]
@@ -296,7 +296,7 @@ def _split_by_key(features: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]
     """Values and lengths of each feature, for any number of samples, even 0 (which KJT.to_dict refuses)."""
     keys, values, lengths = features.keys(), features.values(), features.lengths()
     samples = lengths.shape[0] // len(keys)
-    if samples == 1:  # one sample makes a graph of its own (compat.specialize_sizes_of_one)
+    if samples == 1:  # one sample makes a graph of its own (dynamo_settings.specialize_sizes_of_one)
         samples = 1
     lengths = lengths.view(len(keys), samples)
     counts = lengths.sum(1).tolist()
@@ -386,8 +386,8 @@ def teach() -> bool:
         KeyedOptimizer.state_dict = _watched(KeyedOptimizer.state_dict, 0)
         KeyedOptimizer.load_state_dict = _watched(KeyedOptimizer.load_state_dict, 1)
         _original_forward = ShardedModule.forward
-        ShardedModule._freescale_leave = compat.assume_constant_result(_freescale_leave)
+        ShardedModule._freescale_leave = dynamo.assume_constant_result(_freescale_leave)
         ShardedModule.forward = _forward_of_others
-        ShardedEmbeddingCollection._freescale_prepare = compat.assume_constant_result(_freescale_prepare)
+        ShardedEmbeddingCollection._freescale_prepare = dynamo.assume_constant_result(_freescale_prepare)
         ShardedEmbeddingCollection.forward = _forward
     return True

@@ -34,7 +34,8 @@ def _start(gbps: float) -> dict:
     from torch._dynamo.utils import counters
 
     import freescale
-    from freescale import compat, driver, progress
+    from freescale import driver, progress
+    from freescale.compat import logs
     from freescale.kernels.transports import link_speed
 
     torch.manual_seed(0)
@@ -45,7 +46,7 @@ def _start(gbps: float) -> dict:
     data = [trec.batch(3 * s + 7 * dist.get_rank(), dist.get_rank(), none=False) for s in range(3)]
     with (
         mock.patch.object(link_speed, "_probe", lambda group, device: gbps * 1e9 / 8),
-        mock.patch.object(compat, "trace_artifact", lambda name, text: artifacts.update({name: text()})),
+        mock.patch.object(logs, "trace_artifact", lambda name, text: artifacts.update({name: text()})),
         mock.patch.object(progress, "say") as say,
     ):
         losses = []

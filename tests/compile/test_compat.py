@@ -5,29 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freescale import compat
+from freescale.compat import probes, version
 
 
 def test_torch_is_a_supported_one():
-    assert compat.torch_version() in compat.SUPPORTED
+    assert version.torch_version() in version.SUPPORTED
 
 
 def test_self_test_passes():
-    compat.self_test()
+    probes.self_test()
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.14.0.dev20260101+cpu", "3.0.0"])
 def test_self_test_refuses_other_versions(monkeypatch, version: str):
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(RuntimeError) as error:
-        compat.self_test()
+        probes.self_test()
     assert str(error.value) == f"freescale knows torch 2.11, 2.12, 2.13; this is {version}"
 
 
 def test_self_test_finds_what_is_gone(monkeypatch):
     monkeypatch.delattr(torch.distributed.distributed_c10d, "_resolve_process_group")
     with pytest.raises(AssertionError):
-        compat.self_test()
+        probes.self_test()
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_self_test_finds_what_is_gone(monkeypatch):
 )
 def test_version_is_major_and_minor(monkeypatch, version: str, minor: str):
     monkeypatch.setattr(torch, "__version__", version)
-    assert compat.torch_version() == minor
+    assert version.torch_version() == minor

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import freescale
-from freescale import compat, config, doctor
+from freescale import config, doctor
 from freescale.__main__ import main
+from freescale.compat import probes, version
 from repo import ROOT
 
 MAKEFILE = ROOT / "Makefile"
@@ -106,7 +107,7 @@ def test_self_test_that_fails(no_torchrec, monkeypatch, capsys):
     def broken() -> None:
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr(compat, "self_test", broken)
+    monkeypatch.setattr(probes, "self_test", broken)
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "the self test of freescale.compat failed (AttributeError: no such thing)" in said
@@ -137,7 +138,7 @@ def test_unknown_command(capsys):
 
 
 def test_versions_agree_with_compat_and_the_makefile():
-    assert tuple(doctor.TORCHREC_FOR) == compat.SUPPORTED
+    assert tuple(doctor.TORCHREC_FOR) == version.SUPPORTED
     lines = MAKEFILE.read_text().splitlines()
     for minor, (torchrec, fbgemm) in doctor.TORCHREC_FOR.items():
         assert f"TORCHREC_{minor} := {torchrec}" in lines

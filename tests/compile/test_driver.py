@@ -13,7 +13,8 @@ import torch
 
 import freescale.passes
 from fake_world import graphs_of
-from freescale import compat, config, driver, progress
+from freescale import config, driver, progress
+from freescale.compat import inductor, logs
 from freescale.passes.exchange_meta import CannotApply
 
 
@@ -21,7 +22,7 @@ from freescale.passes.exchange_meta import CannotApply
 def fresh():
     torch._dynamo.reset()
     driver._said.clear()
-    with compat.fresh_caches():
+    with inductor.fresh_caches():
         yield
     torch._dynamo.reset()
 
@@ -83,7 +84,7 @@ def test_one_log_line_per_pass_and_graph(caplog):
 
 
 def test_an_artifact_after_each_pass():
-    with mock.patch.object(compat, "trace_artifact", wraps=compat.trace_artifact) as artifact:
+    with mock.patch.object(logs, "trace_artifact", wraps=logs.trace_artifact) as artifact:
         _step(codegen="eager")
     names = [call.args[0] for call in artifact.call_args_list]
     assert names == [f"freescale_{w}_{n}" for w in ("forward", "backward") for n in ("before", *config.PASS_NAMES)]
@@ -94,7 +95,7 @@ def test_cache_key_covers_config_and_sources():
     a, b = driver.Driver(config.Config()), driver.Driver(config.Config(passes="none"))
     assert a.uuid() == driver.Driver(config.Config()).uuid() != b.uuid()
     driver._source_hash.cache_clear()
-    with mock.patch.object(compat, "get_hash_for_files", return_value=b"other sources"):
+    with mock.patch.object(inductor, "get_hash_for_files", return_value=b"other sources"):
         changed = a.uuid()
     driver._source_hash.cache_clear()
     assert changed != a.uuid()
@@ -105,7 +106,7 @@ def test_a_pass_that_the_user_set_runs_too():
 
     seen = []
 
-    class Theirs(compat.CustomGraphPass):
+    class Theirs(inductor.CustomGraphPass):
         def __call__(self, graph):
             seen.append(driver.direction(graph))
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from fake_world import fake_world, graphs_of
-from freescale import compat
+from freescale.compat import version
 from ranks import run_ranks, run_ranks_apart
 from repo import ROOT
 
-TORCH = compat.torch_version()
+TORCH = version.torch_version()
 README = ROOT / "README.md"
 
 

@@ -81,7 +81,7 @@ def test_the_choice_and_its_reason():
 def test_the_choice_on_gpus(monkeypatch, ranks, joined, local, expected):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     monkeypatch.setattr(choose, "joined_gpus", lambda: joined)
-    monkeypatch.setattr(choose.compat, "group_by_name", lambda name: None)
+    monkeypatch.setattr(choose.distributed, "group_by_name", lambda name: None)
     monkeypatch.setattr(choose.dist, "get_process_group_ranks", lambda group: ranks)
     assert choose.choose("auto", "0", "cuda") == expected
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fake_world import fake_world, graphs_of
-from freescale import compat
+from freescale.compat import inductor, version
 from freescale.config import Config
 from freescale.passes import node_cost
 from freescale.passes.exchange_meta import exchanges
@@ -25,7 +25,7 @@ from freescale.passes.find_exchanges import find_exchanges
 from freescale.passes.overlap_attention import bindings, overlap_attention
 from ranks import run_ranks
 
-TORCH = compat.torch_version()
+TORCH = version.torch_version()
 SLOW = node_cost.Machine(flops=1e9, memory=1e9)
 
 
@@ -60,7 +60,7 @@ def _train(codegen: str, gbps: float, machine: node_cost.Machine = SLOW) -> list
     options = {"codegen": codegen, "link_gbps": gbps, "strict": True}
     model = torch.compile(Tower(), backend="freescale", fullgraph=True, options=options)
     keep = mock.patch("torch._inductor.graph.GraphLowering.save_output_code", staticmethod(codes.append))
-    with mock.patch.object(node_cost, "machine", lambda device: machine), keep, compat.fresh_caches():
+    with mock.patch.object(node_cost, "machine", lambda device: machine), keep, inductor.fresh_caches():
         for batch in freescale.LookaheadLoader(data, model):
             model(batch).backward()
     return codes

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fake_world import fake_world
-from freescale import compat
+from freescale.compat import version
 from freescale.config import Config
 from freescale.passes.exchange_meta import exchanges
 from freescale.passes.find_exchanges import find_exchanges
@@ -63,7 +63,7 @@ def world():
         yield
 
 
-@pytest.mark.skipif(compat.torch_version() != "2.13", reason="2.11 and 2.12 number the same nodes differently")
+@pytest.mark.skipif(version.torch_version() != "2.13", reason="2.11 and 2.12 number the same nodes differently")
 class Golden(expecttest.TestCase):
     maxDiff = None
 

@@ -191,7 +191,7 @@ def test_inductor_agrees():
 
 def _delayed():
     """A transport that shows what a launch brought only after a random delay, whatever was launched first."""
-    from freescale import compat
+    from freescale.compat import distributed
     from freescale.kernels import reference
 
     plain = Trainer("rowwise_adagrad", "none").train(0.5, 40, wrapped=False)
@@ -216,7 +216,7 @@ def _delayed():
         work = Late()
         work.thread = threading.Thread(target=show)
         work.thread.start()
-        compat.register_work(shown, work)
+        distributed.register_work(shown, work)
         return shown
 
     reference._launch = launch

@@ -300,16 +300,16 @@ def _leave_alone() -> bool:
 
 def _never_comes() -> bool:
     """A rank that does not come at all: the one that waits says what was not applied, and again at the next use."""
-    from freescale import compat
+    from freescale.compat import distributed
 
     t = Training(True)
     for i, batch in enumerate(t.loader(data(8))):
         t.step(batch)
         if i == 3:
-            while dist.get_rank() == 1 and not compat.default_store().check(["gave up"]):
+            while dist.get_rank() == 1 and not distributed.default_store().check(["gave up"]):
                 time.sleep(0.05)
             break
-    compat.default_store().set("gave up", "")
+    distributed.default_store().set("gave up", "")
     with pytest.raises(RuntimeError, match=r"gradients of step 3 for table item.* not applied: \d+ rows.*did not come"):
         t.run(batch_of(1))
     with pytest.raises(RuntimeError, match="did not come to the same place within 5 s, or are gone"):

@@ -121,7 +121,7 @@ def test_a_rank_that_is_slow_at_the_end_of_a_loop_fails_nobody():
 
 def _stops(during: str) -> None:
     """Rank 1 is stopped, by its loader or by its loop; ended when both others have raised."""
-    from freescale import compat
+    from freescale.compat import distributed
 
     rank, pids = dist.get_rank(), [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
@@ -139,7 +139,7 @@ def _stops(during: str) -> None:
                 os.kill(os.getpid(), signal.SIGSTOP)
             t.step(batch)
     finally:
-        if compat.default_store().add("raised", 1) == 2:
+        if distributed.default_store().add("raised", 1) == 2:
             os.kill(pids[1], signal.SIGKILL)
 
 

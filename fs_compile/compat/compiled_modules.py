@@ -1,0 +1,164 @@
+"""What torch.compile returned: finding it, its options, its calls, its checkpoints."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def is_compiled(x: Any) -> bool:
+    """A module or function that torch.compile returned, or a module that it has compiled in place."""
+    if isinstance(x, torch._dynamo.OptimizedModule):
+        return callable(x.dynamo_ctx.callback)  # torch.compiler.disable makes them too
+    if isinstance(x, torch.nn.Module):
+        return compiled_in_place(x) or is_compiled(x.__dict__.get("forward"))
+    return hasattr(x, "_torchdynamo_orig_callable") and not getattr(x, "_torchdynamo_disable", False)
+
+
+def compiled_in_place(module: torch.nn.Module) -> bool:
+    """By module.compile(...)."""
+    return module._compiled_call_impl is not None
+
+
+class AroundCompiledCall:
+    """Until `remove`, `before` and `after` run around every call of a module that was compiled in place.
+
+    (Hooks of such a module are compiled with it. Inside the graph of a caller nothing runs.)
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, before: Callable[[Any, Any, Any], None], after: Callable[[Any], None]
+    ) -> None:
+        compiled: Any = module._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return compiled(*args, **kwargs)
+            try:
+                before(module, args, kwargs)
+                return compiled(*args, **kwargs)
+            finally:
+                after(module)
+
+        self._module, self._compiled, self._call = module, compiled, call
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        if self._module._compiled_call_impl is self._call:  # not compiled anew since
+            self._module._compiled_call_impl = self._compiled
+
+
+def backend_of(compiled: Any) -> Any:
+    """The backend function of a module that torch.compile returned."""
+    fn = _unwrapped(compiled.dynamo_ctx.callback)
+    return getattr(fn, "compiler_fn", fn)
+
+
+def _unwrapped(backend: Any) -> Any:
+    while hasattr(backend, "_torchdynamo_orig_backend"):  # Dynamo's wrappers
+        backend = backend._torchdynamo_orig_backend
+    return backend
+
+_PREFIX = "_orig_mod."  # of the keys of what torch.compile returns
+
+
+def load_eager_checkpoints(backend: Callable[..., Any]) -> None:
+    """What torch.compile(module, backend) returns loads checkpoints of `module` as well as its own.
+
+    A module with a state_dict of its own (TorchRec's DistributedModelParallel) knows nothing of a wrapper around it, so
+    that what the wrapper saves with its help has keys that nobody can load: there it saves and loads for the wrapper.
+    """
+    wrapper: Any = torch._dynamo.OptimizedModule
+    if hasattr(wrapper.state_dict, "_freescale"):
+        return
+    save, load, load_own = wrapper.state_dict, wrapper.load_state_dict, wrapper._load_from_state_dict
+
+    def for_itself(self: Any) -> bool:
+        own = type(self._orig_mod).state_dict is not torch.nn.Module.state_dict
+        return own and backend_of(self) is backend
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod.state_dict(*args, **kwargs) if for_itself(self) else save(self, *args, **kwargs)
+
+    def load_state_dict(self: Any, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if not for_itself(self):
+            return load(self, state_dict, strict, assign)
+        found = OrderedDict(state_dict)
+        while any(key.startswith(_PREFIX) for key in found):
+            torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(found, _PREFIX)
+        return self._orig_mod.load_state_dict(found, strict=strict, **({"assign": True} if assign else {}))
+
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
+        if backend_of(self) is backend:
+            eager = [k for k in state_dict if k.startswith(prefix) and not k.startswith(prefix + _PREFIX)]
+            for key in eager:
+                state_dict[prefix + _PREFIX + key[len(prefix) :]] = state_dict.pop(key)
+        load_own(self, state_dict, prefix, *args)
+
+    state_dict._freescale = True  # type: ignore[attr-defined]
+    wrapper.state_dict, wrapper.load_state_dict = state_dict, load_state_dict
+    wrapper._load_from_state_dict = _load_from_state_dict
+
+
+def options_of(compiled: Any) -> dict[str, Any]:
+    """The `options` that torch.compile(..., backend="freescale", options=...) was given; none for another backend.
+
+    `compiled` is what torch.compile returned, or a module that was compiled in place, or whose forward was compiled.
+    """
+    found: Any
+    for found in (getattr(compiled, "_compiled_call_impl", None), compiled, getattr(compiled, "forward", None)):
+        context = getattr(found, "dynamo_ctx", None)
+        if context is None and hasattr(found, "get_compiler_config"):  # a function: its context is in a closure
+            cells = [cell.cell_contents for cell in found.get_compiler_config.__closure__ or ()]
+            context = next((c for c in cells if hasattr(c, "callback")), None)
+        if context is not None:
+            return _options_of_backend(context.callback)
+    return {}
+
+
+def options_while_tracing() -> dict[str, Any]:
+    """The same, of the compilation for which Dynamo is tracing now; none where it is not."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator, tls
+
+    tracing = getattr(tls, "current_tx", None)
+    return _options_of_backend(InstructionTranslator.current_tx().output.compiler_fn) if tracing else {}
+
+
+def _options_of_backend(backend: Any) -> dict[str, Any]:
+    backend = _unwrapped(backend)
+    ours = getattr(backend, "compiler_name", "") == "freescale"
+    return dict(backend.kwargs.get("options") or {}) if ours else {}
+
+
+def _probe_options() -> None:
+    from torch._dynamo.symbolic_convert import tls  # noqa: F401
+
+    given: Any = {"strict": True}
+    module = torch.nn.Identity()
+    compiled: Any = torch.compile(module, backend=_Named(), options=given)
+    assert options_of(compiled) == options_of(torch.compile(len, backend=_Named(), options=given)) == given
+    assert options_of(torch.compile(module, backend="eager")) == options_of(module) == {}
+
+
+class _Named:
+    """A backend of our name, for the self test: it compiles nothing."""
+
+    __name__ = "freescale"
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        return gm.forward
+
+
+def probe() -> None:
+    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
+    compiled: Any = torch.compile(torch.nn.Identity(), backend="eager")
+    assert backend_of(compiled) is not compiled.dynamo_ctx.callback and is_compiled(compiled)
+    assert hasattr(torch.nn.Module, "_compiled_call_impl") and not is_compiled(torch.nn.Identity())
+    assert is_compiled(torch.compile(probe, backend="eager"))
+    assert not is_compiled(torch._dynamo.disable(probe))  # type: ignore[no-untyped-call]
+    assert list(compiled.state_dict(prefix="x.")) == [] and hasattr(compiled, "_load_from_state_dict")
+    _probe_options()

@@ -1,0 +1,89 @@
+"""Private names of torch.distributed: groups, stores, works."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
+    """Make `_c10d_functional.wait_tensor(tensor)` wait for `work`."""
+    torch._C._distributed_c10d._register_work(tensor, work)
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def devices_of_group(group: dist.ProcessGroup) -> tuple[str, ...]:
+    """Device types that the group can send from, as ("cpu", "cuda")."""
+    return tuple(d.type for d in group._device_types)
+
+
+def gather_ints(mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """What every rank says, in rank order."""
+    said = torch.tensor(mine)
+    heard = [torch.empty_like(said) for _ in range(group.size())]
+    group.allgather([heard], [said]).wait()
+    return [h.tolist() for h in heard]
+
+
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections of a gloo group: what its peers wait for fails at once, there and here.
+
+    Gloo cannot abort a group; it closes one in which a receive has timed out. So: one that nobody sends. Never raises.
+    """
+    if group.size() > 1:
+        with contextlib.suppress(Exception):
+            nobody = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NEVER_SENT)
+            nobody.wait(timedelta(milliseconds=1))
+
+_NEVER_SENT = 2**31 - 1  # a tag
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Does gloo carry the group's CPU tensors?"""
+    if "cpu" not in devices_of_group(group):
+        return False
+    return isinstance(group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ()))
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long an operation of the group may take."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return group._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
+    return dist.default_pg_timeout
+
+
+def symmetric_buffer(
+    nbytes: int, device: torch.device, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, list[int]]:
+    """Bytes of this rank that its peers can reach, and every rank's address of its own as seen from here."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    handle: Any = symmetric.rendezvous(buffer, group)
+    return buffer, [int(p) for p in handle.buffer_ptrs]
+
+
+def probe() -> None:
+    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert hasattr(torch._C._distributed_c10d, "_register_work")
+    assert hasattr(dist.distributed_c10d, "_resolve_process_group")
+    assert hasattr(dist.distributed_c10d, "_get_default_store")
+    assert hasattr(dist.ProcessGroup, "_device_types")
+    assert hasattr(dist.ProcessGroup, "allgather") and hasattr(dist.ProcessGroup, "recv")
+    assert hasattr(dist.ProcessGroup, "_get_backend") and dist.default_pg_timeout > timedelta(0)
+    assert callable(symmetric.empty) and callable(symmetric.rendezvous)

@@ -1,0 +1,88 @@
+"""Private names of Dynamo and of the modes in which a graph is traced or run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo runs `fn` while it traces and takes the result as a constant."""
+    return torch._dynamo.assume_constant_result(fn)
+
+
+def leave_graph(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Dynamo never traces `fn`: a graph ends before it; where it must not end, torch's error says `reason`."""
+    return torch._dynamo.disable(reason=reason)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def mark_static(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """A graph input whose sizes, from dimension `first` on, are part of the graph.
+
+    (torch._dynamo.mark_static does nothing while tracing.)
+    """
+    tensor._dynamo_static_indices = set(range(first, tensor.dim()))  # type: ignore[attr-defined]
+    return tensor
+
+
+def current_compile_id() -> str:
+    """Frame and compilation, as "3/1"; a second number above 0 is a recompilation of that frame."""
+    current = torch._guards.CompileContext.current_compile_id()
+    return str(current) if current is not None else "?/0"
+
+
+def graph_breaks() -> dict[str, int]:
+    """Reason and number of Dynamo's graph breaks in this process."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
+
+
+def is_ddp_break(reason: str) -> bool:
+    """DDP's own forward, around the wrapped model: its logger and its context manager."""
+    return "set_runtime_stats_and_log" in reason or "_inside_ddp_forward" in reason
+
+
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """In place of torch.inference_mode, torch.no_grad: tensors that are made here can be trained with."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def autograd_inside_op() -> Iterator[None]:
+    """Autograd works inside an op, also where a dispatch mode around it, or inference mode, has switched it off.
+
+    AOTAutograd runs the first call of a forward graph under such a mode.
+    """
+    with outside_inference_mode():
+        include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+            exclude = exclude.remove(key)
+        with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+            yield
+
+
+def no_modes() -> Any:
+    """A context without fake or tracing modes: tensors in it are real."""
+    return torch.utils._python_dispatch._disable_current_modes()
+
+
+def probe() -> None:
+    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
+    assert callable(torch._dynamo.assume_constant_result) and callable(leave_graph(""))
+    with torch.inference_mode(), autograd_inside_op():
+        assert (torch.zeros(1, requires_grad=True) * 2).requires_grad
+    marked = torch.zeros(1)
+    torch._dynamo.mark_static(marked)
+    assert marked._dynamo_static_indices == {0}  # type: ignore[attr-defined]
+    assert current_compile_id() and graph_breaks() is not None
+    with no_modes():
+        pass

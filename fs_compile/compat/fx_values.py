@@ -1,0 +1,53 @@
+"""The fake values of graph nodes, and what a symbolic size was in the batch that was traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+
+def size_hint(size: Any, fallback: int) -> int:
+    """A symbolic size, SymInt or expression, as it was in the batch that was traced; `fallback` per unknown symbol."""
+    if isinstance(size, torch.SymInt):
+        known = size.node.shape_env.backed_var_to_val
+        size = size.node.expr
+    elif isinstance(size, sympy.Expr) and size.free_symbols:
+        known = _shape_env().backed_var_to_val
+    else:
+        return int(size)
+    return int(size.subs({s: known.get(s, fallback) for s in size.free_symbols}))
+
+
+def _shape_env() -> Any:
+    from torch._inductor.virtualized import V
+
+    return V.fake_mode.shape_env
+
+
+def fake_value(node: fx.Node) -> Any:
+    """What a new call_function node computes, as fake tensors, from the values of its arguments."""
+
+    def value(n: fx.Node) -> Any:
+        return n.meta["val"]
+
+    args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+    mode: Any = torch._guards.detect_fake_mode([*args, *kwargs.values()])
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def detect_fake_mode(gm: fx.GraphModule) -> Any:
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    return torch._guards.detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+
+
+def probe() -> None:
+    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    assert hasattr(V, "fake_mode") and ShapeEnv().backed_var_to_val == {}
+    assert callable(torch._guards.detect_fake_mode)

@@ -1,0 +1,159 @@
+"""Compiling with Inductor: custom passes, its caches, lowerings, the order of nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from freescale.compat import dynamo, fx_values
+
+__all__ = ["CustomGraphPass", "get_hash_for_files"]
+
+
+# Called around the compilation of each graph: with the graph, and with what compiles it or takes it from a cache.
+Watch = Callable[[fx.GraphModule, Callable[[], Any]], Any]
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass, watch: Watch, traced_anew: bool
+) -> Callable[..., Any]:
+    """Compile; `post_pass` sees the post-grad graphs of the forward and of the lazily compiled backward.
+
+    `traced_anew`: AOTAutograd's cache is left alone, so that each graph is looked up by itself, under `watch`.
+    """
+    import torch._functorch.config as functorch
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_one(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return watch(gm, lambda: compile_fx_inner(gm, inputs, **kwargs))
+
+    with functorch.patch(enable_autograd_cache=False) if traced_anew else contextlib.nullcontext():
+        return compile_fx(gm, inputs, inner_compile=compile_one, config_patches=_patches(post_pass))  # type: ignore
+
+
+def compile_with_interpreter(
+    gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass
+) -> Callable[..., Any]:
+    """The same graphs and passes as with `compile_with_inductor`, but run node by node by torch itself."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, inputs, inner_compile=_interpret, config_patches=_patches(post_pass))  # type: ignore
+
+
+def _patches(post_pass: CustomGraphPass) -> dict[str, Any]:
+    import torch._inductor.config as config
+
+    theirs = config.post_grad_custom_post_pass
+    if theirs is not None and type(theirs) is not type(post_pass):
+        post_pass = _Chain(theirs, post_pass)
+    return {"post_grad_custom_post_pass": post_pass}
+
+
+class _Chain(CustomGraphPass):
+    """A pass that the user had already set, then ours."""
+
+    def __init__(self, theirs: Any, ours: CustomGraphPass) -> None:
+        self.passes = [*theirs, ours] if isinstance(theirs, (list, tuple)) else [theirs, ours]
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for p in self.passes:
+            p(graph)
+
+    def uuid(self) -> Any:
+        ids = [p.uuid() if hasattr(p, "uuid") else None for p in self.passes]
+        return None if None in ids else repr(ids)
+
+
+def _interpret(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[[list[Any]], Any]:
+    """An `inner_compile` that ends after the post-grad passes."""
+    from torch._inductor.compile_fx import _recursive_post_grad_passes
+    from torch._inductor.virtualized import V
+
+    with dynamo.no_modes(), V.set_fake_mode(fx_values.detect_fake_mode(gm)):
+        _recursive_post_grad_passes(gm, is_inference=kwargs.get("is_inference", False))
+    gm.recompile()
+
+    def run(args: list[Any]) -> Any:
+        owned = list(args)
+        args.clear()  # boxed call: the caller's references end here, so memory is freed as it would be
+        return fx.Interpreter(gm).boxed_run(owned)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def cache_hits() -> int:
+    """Graphs whose code came out of Inductor's cache so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"]
+
+
+def whole_hits() -> int:
+    """Graphs that came, with their backward if they have one, out of AOTAutograd's cache so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def cache_key(compiled: Any) -> str | None:
+    """Of what Inductor made of a graph; None where it was not looked up."""
+    return getattr(compiled, "_fx_graph_cache_key", None)
+
+
+def cache_dir() -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def bind_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Inductor will run each node after those that are named for it, whatever it reorders."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet(deps) for node, deps in after.items()})
+
+
+def register_launch_lowering(op: Any) -> None:
+    """Lower an asynchronous all-to-all so that Inductor keeps its input until the wait.
+
+    A plain fallback would let Inductor reuse the send buffer while it is being sent.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    @register_lowering(op, type_promotion_kind=None)
+    def _lower(x: Any, *args: Any) -> Any:
+        sent: Any = ir.ExternKernel.require_contiguous(x)
+        kernel: Any = ir._CollectiveKernel.create_out_of_place(op.default, sent, *args)
+        return ir.TensorBox.create(kernel)
+
+
+@contextlib.contextmanager
+def fresh_caches() -> Iterator[None]:
+    """No compiled code is taken from, or left in, torch's caches."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        yield
+
+
+def probe() -> None:
+    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
+    from torch._inductor import config, ir
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, compile_fx_inner  # noqa: F401
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering  # noqa: F401
+    from torch._inductor.output_code import CompiledFxGraph
+    from torch._inductor.utils import fresh_cache  # noqa: F401
+    from torch.utils._ordered_set import OrderedSet  # noqa: F401
+
+    assert hasattr(config, "post_grad_custom_post_pass")
+    assert hasattr(ir._CollectiveKernel, "create_out_of_place")
+    assert "_fx_graph_cache_key" in {f.name for f in dataclasses.fields(CompiledFxGraph)}
+    assert cache_hits() >= 0 and whole_hits() >= 0 and cache_dir()

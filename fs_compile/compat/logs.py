@@ -1,0 +1,35 @@
+"""torch's logs, its trace of artifacts, its profiler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+
+def profiling() -> bool:
+    """Is a torch profiler on?"""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def log_once(name: str) -> None:
+    """Lines of a log to which TORCH_LOGS gave a handler do not go to the root's handlers too, as with torch's own."""
+    from torch._logging._internal import _is_torch_handler
+
+    log = logging.getLogger(name)
+    if any(map(_is_torch_handler, log.handlers)):
+        log.propagate = False
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """A file in tlparse's report (TORCH_TRACE)."""
+    torch._logging.trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
+    )
+
+
+def probe() -> None:
+    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
+    assert isinstance(profiling(), bool) and callable(torch._logging.trace_structured)
+    log_once("freescale")

@@ -1,0 +1,29 @@
+"""Whether this torch has every private name that freescale uses: each file of this folder probes its own.
+
+A new release of torch breaks this folder and nothing else. tests/compile/test_compat.py runs the probes on every
+version that is supported, `python -m freescale doctor` on the one that is installed.
+"""
+
+from __future__ import annotations
+
+from freescale.compat import (
+    backports,
+    compiled_modules,
+    distributed,
+    dynamo,
+    dynamo_settings,
+    fx_values,
+    inductor,
+    logs,
+    version,
+)
+
+PROBED = (
+    version, distributed, dynamo, dynamo_settings, compiled_modules, inductor, fx_values, logs, backports,
+)  # fmt: skip
+
+
+def self_test() -> None:
+    """Raise if one is gone. Cheap, needs no process group."""
+    for module in PROBED:
+        module.probe()

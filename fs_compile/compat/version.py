@@ -1,0 +1,18 @@
+"""The releases of torch that freescale knows."""
+
+from __future__ import annotations
+
+import torch
+
+SUPPORTED = ("2.11", "2.12", "2.13")
+
+
+def torch_version() -> str:
+    """Major and minor version, as in "2.13"."""
+    return ".".join(torch.__version__.split("+")[0].split(".")[:2])
+
+
+def probe() -> None:
+    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
+    if torch_version() not in SUPPORTED:
+        raise RuntimeError(f"freescale knows torch {', '.join(SUPPORTED)}; this is {torch.__version__}")
