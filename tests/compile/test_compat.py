@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freescale.compat import probes, version
+from freescale.compat import probes
+from freescale.compat.version import SUPPORTED, torch_version
 
 
 def test_torch_is_a_supported_one():
-    assert version.torch_version() in version.SUPPORTED
+    assert torch_version() in SUPPORTED
 
 
 def test_self_test_passes():
@@ -35,4 +36,4 @@ def test_self_test_finds_what_is_gone(monkeypatch):
 )
 def test_version_is_major_and_minor(monkeypatch, version: str, minor: str):
     monkeypatch.setattr(torch, "__version__", version)
-    assert version.torch_version() == minor
+    assert torch_version() == minor

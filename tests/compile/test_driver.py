@@ -102,7 +102,7 @@ def test_cache_key_covers_config_and_sources():
 
 
 def test_a_pass_that_the_user_set_runs_too():
-    import torch._inductor.config as inductor
+    import torch._inductor.config as inductor_config
 
     seen = []
 
@@ -113,7 +113,7 @@ def test_a_pass_that_the_user_set_runs_too():
         def uuid(self):
             return "theirs"
 
-    with inductor.patch(post_grad_custom_post_pass=Theirs()):
+    with inductor_config.patch(post_grad_custom_post_pass=Theirs()):
         graphs = graphs_of(lambda: _step(codegen="inductor"))
     assert seen == ["forward", "backward"] and ("forward", "find_exchanges") in graphs
 
