@@ -123,22 +123,32 @@ def _live(name: str, life: Any, options: dict[str, Any] | None, ahead: bool) -> 
 TOLERANCE = {"Autocast": 2e-3}
 
 
-def _lives(names: list[str], life: Any, codegen: str, ahead: bool) -> dict[str, float]:
-    """Largest difference to eager TorchRec of each model."""
+def prepare() -> None:
+    """In a rank, before its first model."""
     sys.path.insert(0, str(ROOT / "examples"))
     import torch._inductor.config
 
     torch._inductor.config.fallback_random = True  # dropout as eager torch draws it
+
+
+def _lives(names: list[str], life: Any, codegen: str, ahead: bool) -> dict[str, float]:
+    """Largest difference to eager TorchRec of each model."""
+    prepare()
     found = {}
     for name in names:
-        expected, end = _live(name, life, None, False)
-        assert len(set(expected)) > 1 and all(x == x for x in expected), (name, expected)
-        numbers, state = _live(name, life, {"codegen": codegen}, ahead)
-        worst = max(abs(a - b) for a, b in zip(numbers, expected, strict=True)) / max(map(abs, expected))
-        for key in (key for key in end if end[key].numel()):
-            worst = max(worst, float((state[key] - end[key]).abs().max() / end[key].abs().max()))
-        found[name] = worst
+        eager = _live(name, life, None, False)
+        assert len(set(eager[0])) > 1 and all(x == x for x in eager[0]), (name, eager[0])
+        found[name] = difference(_live(name, life, {"codegen": codegen}, ahead), eager)
     return found
+
+
+def difference(life: tuple[list[float], Any], reference: tuple[list[float], Any]) -> float:
+    """Largest difference of a loss or of a tensor of the state, each relative to the largest number of its kind."""
+    (numbers, state), (expected, end) = life, reference
+    worst = max(abs(a - b) for a, b in zip(numbers, expected, strict=True)) / max(map(abs, expected))
+    for key in (key for key in end if end[key].numel()):
+        worst = max(worst, float((state[key] - end[key]).abs().max() / end[key].abs().max()))
+    return worst
 
 
 def _check(names: list[str], life: Any, codegen: str, ahead: bool) -> None:
