@@ -143,7 +143,7 @@ def load(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | 
 
 
 def markdown_table() -> str:
-    """The README's table of flags; a test compares the two."""
+    """The table of docs/flags.md; a test compares the two."""
     lines = ["| flag | default | meaning |", "|---|---|---|"]
     for name, f in FIELDS.items():
         default = int(f.default) if isinstance(f.default, bool) else f.default

@@ -1,4 +1,4 @@
-"""freescale.config: who beats whom, what is refused and in which words, and the README's table."""
+"""freescale.config: who beats whom, what is refused and in which words, and the table of docs/flags.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from freescale import config
 from freescale.config import Config, ConfigError, load
 from repo import ROOT
 
-README = ROOT / "README.md"
+FLAGS = ROOT / "docs" / "flags.md"
 
 
 def test_defaults_without_environment_or_options():
@@ -139,7 +139,7 @@ def test_table_names_every_flag_once():
     assert [row.split("`")[1] for row in rows] == [f"FREESCALE_{name.upper()}" for name in config.FIELDS]
 
 
-def test_readme_holds_the_table():
-    lines = README.read_text().splitlines()
+def test_the_page_of_flags_holds_the_table():
+    lines = FLAGS.read_text().splitlines()
     table = lines[lines.index("<!-- flags -->") + 1 : lines.index("<!-- /flags -->")]
     assert "\n".join(table).strip() == config.markdown_table()

@@ -21,7 +21,10 @@ import zoo
 from ranks import HAS_TORCHREC, run_ranks, run_ranks_apart
 from repo import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# In the order in which their snippets run.
+USERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+PAGES = [*USERS, CONTRIBUTING]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.M | re.S)
 
 
@@ -56,7 +59,7 @@ def _run_snippets(texts: list[str]) -> None:
     for text in texts:
         names["loader"] = batches
         with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(text, "README", "exec"), names)
+            exec(compile(text, "docs", "exec"), names)
         if names["loader"] is not batches:
             for batch in names["loader"]:
                 names["model"](batch).backward()
@@ -64,16 +67,15 @@ def _run_snippets(texts: list[str]) -> None:
 
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
-def test_the_snippets_of_the_readme_run():
-    texts = blocks(ROOT / "README.md", "python")
+def test_the_snippets_for_users_run():
+    texts = [text for page in USERS for text in blocks(page, "python")]
     assert any("model.compile" in t for t in texts) and any("balance=True" in t for t in texts)
     run_ranks(_run_snippets, 2, texts, env={"FREESCALE_CODEGEN": "eager"})
 
 
-def test_the_snippets_of_the_other_pages_run():
-    texts = [t for page in PAGES[1:] for t in blocks(page, "python")]
+def test_the_snippets_for_contributors_run():
     names: dict[str, Any] = {}
-    for text in texts:
+    for text in blocks(CONTRIBUTING, "python"):
         exec(compile(text, "CONTRIBUTING", "exec"), names)
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
@@ -100,10 +102,7 @@ TOOLS = ("benchmarks/netlab.py", "benchmarks/balance_train.py")
 
 
 def _scripts() -> list[str]:
-    """Programs that a page names, or that can be started."""
-    named = {w for page in PAGES for w in re.findall(r"\b(?:benchmarks|examples|tests)/\w+\.(?:py|sh)\b", page.read_text())}
-    for name in named:
-        assert (ROOT / name).exists() or "count_matmuls" in name, name  # the pass that CONTRIBUTING has one write
+    """Programs that can be started."""
     started = [str(f.relative_to(ROOT)) for f in (ROOT / "benchmarks").glob("*.py") if "__main__" in f.read_text()]
     return sorted(set(started) - {"benchmarks/overlap_rank.py"}) + ["examples/train_hstu.py"]
 
@@ -143,6 +142,18 @@ def test_commands():
             with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()):
                 main([*words[3:4], "--help"])
             assert ended.value.code == 0, command
+
+
+FOLDERS = "fs_compile|passes|kernels|runtime|examples|benchmarks|tests|docs"
+
+
+def test_files_and_links_that_pages_name_exist():
+    for page in PAGES:
+        text = page.read_text()
+        for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", text):
+            assert (ROOT / path).exists() or "count_matmuls" in path, (page.name, path)  # what CONTRIBUTING has one write
+        for link in re.findall(r"\]\((?!https:)([^)]+)\)", text):
+            assert (page.parent / link).exists(), (page.name, link)
 
 
 def test_flags_that_pages_name_exist():
