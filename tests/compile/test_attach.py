@@ -107,8 +107,7 @@ def _exact(groups: Any, make: Any) -> list[str]:
     for ways in groups:
         expected: list[Any] = []
         for name, build in ways.items():
-            # Gradients that are views of DDP's buckets: Dynamo fails to compile a second time. Inductor: takes long.
-            train_only = "DDP" in name or "Inductor" in name
+            train_only = "DDP" in name or "Inductor" in name  # fewer graphs: compiling them takes long
             torch._dynamo.reset()  # or it gives up: every model and every way to call it is a graph of its own
             expected = expected or _use(build(), make, list, train_only)
             torch._dynamo.reset()
@@ -162,6 +161,17 @@ def _inductor() -> list[str]:
 
 def test_in_place_under_inductor():
     assert run_ranks(_inductor, 2) == [[], []]
+
+
+def _torchrec_inductor() -> list[str]:
+    ways = {"in place, Inductor": lambda: _in_place(_sharded(_trec()), codegen="inductor")}
+    return _exact([ways], lambda step: trec.batch(step, dist.get_rank(), none=False))
+
+
+@pytest.mark.slow
+@needs_torchrec
+def test_torchrec_tables_in_place_under_inductor():
+    assert run_ranks(_torchrec_inductor, 2, timeout=280) == [[], []]
 
 
 # ---- what cannot be served -----------------------------------------------------------------------------------------
