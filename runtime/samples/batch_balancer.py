@@ -211,7 +211,7 @@ class Balancer:
         parts = [s[2:].reshape(rows, most)[:, :n] for s, n in zip(said, brought, strict=True)]
         return np.concatenate(parts, 1), np.stack([s[:2] for s in said])
 
-    def _solve(self, numbers: np.ndarray, home: np.ndarray, brought: np.ndarray) -> solver.Balanced:
+    def _solve(self, numbers: np.ndarray, home: np.ndarray, brought: np.ndarray) -> solver.BalanceResult:
         o = self.options
         return solver.balance(
             numbers[0],
@@ -236,7 +236,9 @@ class Balancer:
         if isinstance(self.cost, FittedCost) and number > 0:  # the first step compiles
             self.cost.observe(features, np.maximum(compute, 0.0))
 
-    def _note(self, number: int, found: solver.Balanced, home: np.ndarray, lengths: np.ndarray, began: float) -> None:
+    def _note(
+        self, number: int, found: solver.BalanceResult, home: np.ndarray, lengths: np.ndarray, began: float
+    ) -> None:
         fit = self.cost if isinstance(self.cost, FittedCost) else None
         constant, mean = 0.0 if fit is None else fit.constant, float(found.loads.mean())
         entry = {
