@@ -182,11 +182,11 @@ def _bring_equals_home(problem: Problem, rank: IntArray) -> IntArray:
     lengths = np.diff(start, append=len(keys))
     samples = lengths - places
     nth = np.arange(len(keys)) - np.repeat(start, lengths) - place * np.repeat(samples, lengths)
-    meets = nth < np.repeat(np.minimum(places, samples), lengths)
+    matched = nth < np.repeat(np.minimum(places, samples), lengths)
     new = rank.copy()
-    goes_home = away[sample[meets & ~place]]
+    goes_home = away[sample[matched & ~place]]
     new[goes_home] = problem.home[goes_home]
-    new[away[sample[~meets & ~place]]] = rank[away[sample[~meets & place]]]  # both by kind, as many of each
+    new[away[sample[~matched & ~place]]] = rank[away[sample[~matched & place]]]  # both by kind, as many of each
     return new
 
 

@@ -79,11 +79,7 @@ def balance(
         partition, start = _default(problem, StopCriteria(problem, tolerance, budget))
         method = f"default ({start})"
     else:
-        partition = Partition(problem, _start(method, problem))
-        if not partition.fits_memory():
-            partition = fit_to_cap(partition)
-            improve(partition, problem.load_lower_bound(), 0, StopCriteria(problem, tolerance, budget).budget)
-        partition = Partition(problem, assignment.fewest_moves(problem, partition.sample_ranks()))
+        partition = _plain(method, problem, tolerance, budget)
     return make_result(problem, costs, partition.sample_ranks(), method)
 
 
@@ -94,6 +90,15 @@ def _unmoved(problem: Problem, counts_given: bool) -> Partition:
     if not partition.fits_memory():
         raise over_cap("none", partition.memory.max(), problem.cap)
     return partition
+
+
+def _plain(method: str, problem: Problem, tolerance: float, budget: int | None) -> Partition:
+    """What one method alone gives; swaps only where that breaks the memory cap."""
+    partition = Partition(problem, _start(method, problem))
+    if not partition.fits_memory():
+        partition = fit_to_cap(partition)
+        improve(partition, problem.load_lower_bound(), 0, StopCriteria(problem, tolerance, budget).budget)
+    return Partition(problem, assignment.fewest_moves(problem, partition.sample_ranks()))
 
 
 def _start(method: str, problem: Problem) -> np.ndarray:
