@@ -93,20 +93,20 @@ def fastest(call, repetitions: int) -> tuple[Any, float]:
 
 def floor(costs: np.ndarray, ranks: int) -> float:
     target = integer_problem.make_problem(costs, ranks, None, None, None, None, None)
-    return 1 - float(target.costs.sum()) / ranks / max(target.target(), 1)
+    return 1 - float(target.costs.sum()) / ranks / max(target.load_lower_bound(), 1)
 
 
-def exact(costs: np.ndarray, ranks: int) -> solver.Balanced:
+def exact(costs: np.ndarray, ranks: int) -> solver.BalanceResult:
     """The best of all assignments with equal counts."""
     p = integer_problem.make_problem(costs, ranks, None, None, None, None, None)
-    rank = assignment.exact(p, int(p.costs.sum()) + 1, swaps.Budget(10**7))
+    rank = assignment.exact(p, int(p.costs.sum()) + 1, swaps.OperationBudget(10**7))
     assert rank is not None
     return solver.balance(costs, ranks, method="none", home=rank)
 
 
 def measure(name: str, ranks: int, batch: int, cost: str, fit: FittedCost, seeds: int, repetitions: int) -> list[dict]:
     """One row per method. Draws are the outer loop, methods the inner one."""
-    results: dict[str, list[tuple[solver.Balanced, float, float]]] = {}
+    results: dict[str, list[tuple[solver.BalanceResult, float, float]]] = {}
     for seed in range(seeds):
         lengths = LENGTHS[name](np.random.default_rng(seed), ranks * batch)
         costs = costs_by(cost, lengths, fit)

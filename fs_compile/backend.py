@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 # Compilations so far: {frame: how often it was compiled}; more than 1 is a recompilation.
 COMPILED: dict[str, int] = {}
-_agreed: set[str] = set()
+_settings_compared: set[str] = set()
 
 
 def freescale(
@@ -51,7 +51,7 @@ def freescale(
     except Exception as error:
         agreement.post_failure(error)
         raise
-    return _agreed_first(compiled, cfg) if _has_exchange(gm) else compiled
+    return _compare_settings_first(compiled, cfg) if _has_exchange(gm) else compiled
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], driver: Driver) -> Callable[..., Any]:
@@ -59,10 +59,11 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], driver: Driver) -> Calla
         return inductor.compile_with_interpreter(gm, inputs, driver)
     # What has no collective has nothing to tell, and may come out of AOTAutograd's cache as a whole.
     before = inductor.whole_hits()
-    compiled = inductor.compile_with_inductor(gm, inputs, driver, driver.watch, _calls(gm, "freescale", "c10d"))
+    collectives = _calls(gm, "freescale", "c10d")
+    compiled = inductor.compile_with_inductor(gm, inputs, driver, driver.around_compile, collectives)
     if inductor.whole_hits() > before:
         trained = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-        driver.came_whole(trained)
+        driver.count_whole_cache_hit(trained)
     return compiled
 
 
@@ -77,16 +78,16 @@ def _calls(gm: fx.GraphModule, *names: str) -> bool:
     return any(name in str(n.target) for m in modules for n in m.graph.nodes for name in names)
 
 
-def _agreed_first(compiled: Callable[..., Any], cfg: config.Config) -> Callable[..., Any]:
+def _compare_settings_first(compiled: Callable[..., Any], cfg: config.Config) -> Callable[..., Any]:
     """Ranks compare their settings before the first graph with these settings runs for the first time."""
     settings: dict[str, object] = {f"FREESCALE_{k.upper()}": v for k, v in asdict(cfg).items()}
     settings["torch"] = torch.__version__
     key = repr(sorted(settings.items()))
 
     def run(*args: Any) -> Any:
-        if key not in _agreed:
+        if key not in _settings_compared:
             agreement.agree(settings, cfg.timeout)
-            _agreed.add(key)
+            _settings_compared.add(key)
         return compiled(*args)
 
     return run

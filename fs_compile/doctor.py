@@ -148,34 +148,35 @@ def _examine_tables(facts: Facts) -> None:
         torch_minor = "2.13"
     wanted, wanted_fbgemm = TORCHREC_FOR[torch_minor]
     _, why = _import("torchrec.distributed.embedding")
-    facts.versions["torchrec"] = _installed("torchrec")
-    facts.versions["fbgemm"] = _installed("fbgemm-gpu") or _installed("fbgemm-gpu-cpu")
+    facts.versions["torchrec"] = _installed_version("torchrec")
+    facts.versions["fbgemm"] = _installed_version("fbgemm-gpu") or _installed_version("fbgemm-gpu-cpu")
     native = next((f"no: {m.what}" for m in facts.missing if m.fatal), "yes")
     facts.tables = {"native": native, "TorchRec": "yes" if why is None else f"no: {why}"}
+    fbgemm = f"{_fbgemm_package(facts)}=={wanted_fbgemm}"
     remedy = (
-        f"torchrec {wanted} and fbgemm {wanted_fbgemm} belong to torch {torch_minor}: {_make_setup()}"
-        f"pip install {TORCHREC_NEEDS} && pip install --no-deps torchrec=={wanted} {_fbgemm(facts)}=={wanted_fbgemm}"
+        f"torchrec {wanted} and fbgemm {wanted_fbgemm} belong to torch {torch_minor}: {_make_setup_advice()}"
+        f"pip install {TORCHREC_NEEDS} && pip install --no-deps torchrec=={wanted} {fbgemm}"
     )
-    found = facts.versions["torchrec"]
+    installed = facts.versions["torchrec"]
     if why is not None:
         facts.missing.append(Missing(f"TorchRec: {why}", remedy))
-    elif found is not None and _minor(found) != _minor(wanted):
-        facts.missing.append(Missing(f"a TorchRec for torch {torch_minor}: this is {found}", remedy))
+    elif installed is not None and _minor(installed) != _minor(wanted):
+        facts.missing.append(Missing(f"a TorchRec for torch {torch_minor}: this is {installed}", remedy))
 
 
-def _make_setup() -> str:
+def _make_setup_advice() -> str:
     """Advice for who works in a checkout."""
     makefile = Path(freescale.__path__[0]).parent / "Makefile"
     return "run `make setup`, or " if makefile.exists() else ""
 
 
-def _fbgemm(facts: Facts) -> str:
+def _fbgemm_package(facts: Facts) -> str:
     return "fbgemm-gpu" if facts.cuda_devices and platform.machine() == "x86_64" else "fbgemm-gpu-cpu"
 
 
 def _examine_install(facts: Facts) -> None:
-    found = importlib.metadata.entry_points(group="torch_dynamo_backends")
-    if "freescale" not in found.names:
+    backends = importlib.metadata.entry_points(group="torch_dynamo_backends")
+    if "freescale" not in backends.names:
         what = 'the entry point: torch.compile(backend="freescale") does not find this freescale'
         facts.missing.append(Missing(what, "Install it, for example with `pip install -e .`.", fatal=True))
 
@@ -200,7 +201,7 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _installed(distribution: str) -> str | None:
+def _installed_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

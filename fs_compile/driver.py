@@ -30,10 +30,10 @@ from freescale.config import Config
 from freescale.graph_records import GraphRecord
 from freescale.kernels.ops.schemas import COPYING
 from freescale.kernels.transports import choose
-from freescale.passes.exchange_meta import CannotApply, Exchange, argument, exchanges
+from freescale.passes.exchange_meta import CannotApply, GraphExchange, argument, exchanges
 from freescale.passes.find_exchanges import count_exchanges
 from freescale.passes.graph_text import graph_text
-from freescale.passes.overlap_attention import bindings
+from freescale.passes.node_order import control_dependencies
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Report:
 
 REPORT = Report()
 _observers: list[Observer] = []
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def observe(observer: Observer) -> Callable[[], None]:
@@ -85,108 +85,109 @@ class Driver(inductor.CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = cast(fx.GraphModule, graph.owning_module)
-        record = self._record = GraphRecord(direction(graph))
-        REPORT.graphs[record.way] += 1
-        self._tell(record, "before", graph)
+        record = self._record = GraphRecord(direction_of(graph))
+        REPORT.graphs[record.direction] += 1
+        self._publish_graph(record, "before", graph)
         enabled = self.cfg.enabled_passes()
         for name, apply in freescale.passes.PASSES:
             if name in enabled:
                 start = time.perf_counter()
-                record.sites[name] = self._run(record, name, apply, gm)
+                record.sites[name] = self._apply_pass(record, name, apply, gm)
                 spent = time.perf_counter() - start
                 REPORT.seconds += spent
-                log.info("%s %s: %d sites, %.1f ms", record.way, name, record.sites[name], spent * 1e3)
-                self._tell(record, name, gm.graph)
-        found = exchanges(graph)
-        record.exchanges = len(found)
-        _count(record)
-        if found:
-            _agree_on_launches(record.way, graph, found, self.cfg.timeout)
+                log.info("%s %s: %d sites, %.1f ms", record.direction, name, record.sites[name], spent * 1e3)
+                self._publish_graph(record, name, gm.graph)
+        launched = exchanges(graph)
+        record.exchanges = len(launched)
+        _add_to_report(record)
+        if launched:
+            _insert_agreement(record.direction, graph, launched, self.cfg.timeout)
             gm.recompile()
         if self.cfg.codegen == "inductor":  # torch itself runs a graph in its order
-            inductor.bind_order(graph, bindings(graph))
+            inductor.bind_order(graph, control_dependencies(graph))
 
-    def watch(self, gm: fx.GraphModule, compile_graph: Callable[[], Any]) -> Any:
-        """Around the compilation of one graph: what is said of it, and kept for when it comes out of a cache."""
-        way, n = direction(gm.graph), count_exchanges(gm.graph)
-        progress.say(f"compiling the {way} graph ({n} exchange{'s' * (n != 1)}); this can take a minute")
+    def around_compile(self, gm: fx.GraphModule, compile_graph: Callable[[], Any]) -> Any:
+        """Compile one graph: say so before and after, and keep what the passes did for when it comes out of a cache."""
+        direction, n = direction_of(gm.graph), count_exchanges(gm.graph)
+        progress.say(f"compiling the {direction} graph ({n} exchange{'s' * (n != 1)}); this can take a minute")
         self._record, hits, start = None, inductor.cache_hits(), time.perf_counter()
         compiled = compile_graph()
         spent, key = time.perf_counter() - start, inductor.cache_key(compiled)
         if inductor.cache_hits() > hits:
-            progress.say(f"the {way} graph came out of torch's cache after {spent:.1f} s")
-            self._from_cache(way, key)
+            progress.say(f"the {direction} graph came out of torch's cache after {spent:.1f} s")
+            self._recall(direction, key)
         else:
-            progress.say(f"the {way} graph is compiled after {spent:.1f} s")
+            progress.say(f"the {direction} graph is compiled after {spent:.1f} s")
             if self._record is not None and key is not None:
                 graph_records.keep(key, self._record)
         return compiled
 
-    def came_whole(self, trained: bool) -> None:
+    def count_whole_cache_hit(self, trained: bool) -> None:
         """A graph without collectives came out of AOTAutograd's cache, with its backward graph if it is trained."""
-        for way in ("forward", "backward") if trained else ("forward",):
-            REPORT.from_cache[way] += 1
-            log.info("the %s graph, which has no collectives, came out of torch's cache", way)
+        for direction in ("forward", "backward") if trained else ("forward",):
+            REPORT.from_cache[direction] += 1
+            log.info("the %s graph, which has no collectives, came out of torch's cache", direction)
 
-    def _from_cache(self, way: str, key: str | None) -> None:
-        REPORT.from_cache[way] += 1
+    def _recall(self, direction: str, key: str | None) -> None:
+        REPORT.from_cache[direction] += 1
         record = graph_records.recall(key) if key is not None else None
         if record is None:
-            log.info("what the passes did to the %s graph when it was compiled is not known here", way)
+            log.info("what the passes did to the %s graph when it was compiled is not known here", direction)
             return
-        _count(record)
+        _add_to_report(record)
         for name, text in record.texts.items():
             if name in record.sites:
-                log.info("%s %s: %d sites, from torch's cache", way, name, record.sites[name])
-            logs.trace_artifact(f"freescale_{way}_{name}", lambda text=text: text)  # type: ignore[misc]
+                log.info("%s %s: %d sites, from torch's cache", direction, name, record.sites[name])
+            logs.trace_artifact(f"freescale_{direction}_{name}", lambda text=text: text)  # type: ignore[misc]
 
-    def _run(self, record: GraphRecord, name: str, apply: freescale.passes.Pass, gm: fx.GraphModule) -> int:
+    def _apply_pass(self, record: GraphRecord, name: str, apply: freescale.passes.Pass, gm: fx.GraphModule) -> int:
         try:
             sites = apply(gm, self.cfg)
-        except CannotApply as why:
+        except CannotApply as reason:
             if self.cfg.strict:
                 raise
-            record.refused.append(f"{name} does not apply: {why}")
+            record.refused.append(f"{name} does not apply: {reason}")
             return 0
         gm.graph.lint()
         gm.recompile()
         return sites
 
-    def _tell(self, record: GraphRecord, name: str, graph: fx.Graph) -> None:
-        logs.trace_artifact(f"freescale_{record.way}_{name}", lambda: graph_text(graph))
+    def _publish_graph(self, record: GraphRecord, name: str, graph: fx.Graph) -> None:
+        logs.trace_artifact(f"freescale_{record.direction}_{name}", lambda: graph_text(graph))
         if self.cfg.codegen == "inductor":
             record.texts[name] = graph_text(graph)
         for observer in list(_observers):
-            observer(record.way, name, graph)
+            observer(record.direction, name, graph)
 
 
-def _count(record: GraphRecord) -> None:
-    """Into the report, and into the log what did not apply."""
-    REPORT.exchanges[record.way] += record.exchanges
+def _add_to_report(record: GraphRecord) -> None:
+    """Into the report; what did not apply into the log too, once."""
+    REPORT.exchanges[record.direction] += record.exchanges
     REPORT.refused += record.refused
     for message in record.refused:
-        if message not in _said:
-            _said.add(message)
+        if message not in _warned:
+            _warned.add(message)
             log.warning(message)
 
 
-def _agree_on_launches(way: str, graph: fx.Graph, found: list[Exchange], timeout: float) -> None:
+def _insert_agreement(direction: str, graph: fx.Graph, launched: list[GraphExchange], timeout: float) -> None:
     """The graph itself asks the other ranks, once, whether they launch the same in the same order."""
-    first = found[0].launch
+    first = launched[0].launch
+    text = "; ".join([direction, *map(_launch_text, launched)])
     with graph.inserting_before(first):
         node = graph.call_function(
             torch.ops.freescale.agree.default,
-            (first.args[0], "; ".join([way, *map(_carried, found)]), argument(first, "group_name"), timeout),
+            (first.args[0], text, argument(first, "group_name"), timeout),
         )
     node.meta["val"] = fx_values.fake_value(node)
 
 
-def _carried(x: Exchange) -> str:
-    over = [name for name in COPYING if str(x.launch.target).endswith(f"_{name}.default")]
-    return f"{x} over {over[0]}" if over else str(x)
+def _launch_text(x: GraphExchange) -> str:
+    transports = [name for name in COPYING if str(x.launch.target).endswith(f"_{name}.default")]
+    return f"{x} over {transports[0]}" if transports else str(x)
 
 
-def direction(graph: fx.Graph) -> str:
+def direction_of(graph: fx.Graph) -> str:
     """AOTAutograd names the gradients that come into a backward graph `tangents_*`."""
     backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
     return "backward" if backward else "forward"

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class GraphRecord:
-    way: str  # "forward" or "backward"
+    direction: str  # "forward" or "backward"
     exchanges: int = 0
     sites: dict[str, int] = field(default_factory=dict)  # of each pass
     texts: dict[str, str] = field(default_factory=dict)  # of the graph after each pass, and "before"
@@ -40,7 +40,7 @@ def keep(key: str, record: GraphRecord) -> None:
             file.write(gzip.compress(json.dumps(asdict(record)).encode()))
         os.replace(unfinished, path)
     except OSError as error:
-        log.info("what the passes did to the %s graph cannot be kept: %s", record.way, error)
+        log.info("what the passes did to the %s graph cannot be kept: %s", record.direction, error)
 
 
 def recall(key: str) -> GraphRecord | None:

@@ -11,10 +11,11 @@ from torch import fx
 
 from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
 
-KEY = "freescale"  # node.meta[KEY] holds the Exchange of a node that starts one
+# Keys of node.meta.
+EXCHANGE_KEY = "freescale"  # the GraphExchange that the node starts
+PINNED_KEY = "freescale_pinned"  # set on a node whose place among the compute the compiler must keep
 # Where a node came from. What torch noted about the call itself (its arguments' layouts) is not true of new nodes.
-ORIGIN = ("stack_trace", "nn_module_stack", "custom", "seq_nr")
-PINNED = "freescale_pinned"  # set on a node whose place among the compute the compiler must keep
+ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "custom", "seq_nr")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 PRIORITIES = {URGENT: "urgent", LATE: "late", EARLY: "early"}
 
@@ -24,12 +25,12 @@ class CannotApply(Exception):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class GraphExchange:
     """One embedding all-to-all of a graph.
 
     kind      "composite" for the dialect's exchange, "chunk" for one of its launches, "plain" for
               `_c10d_functional.all_to_all_single`
-    way       "rows" (owner to requester) or "gradients" (requester to owner)
+    payload   "rows" (owner to requester) or "gradients" (requester to owner)
     priority  "urgent", "late" or "early"
     bytes     received by this rank, symbolic
     launch    the node that starts it
@@ -39,7 +40,7 @@ class Exchange:
     """
 
     kind: str
-    way: str
+    payload: str
     priority: str
     bytes: sympy.Expr
     launch: fx.Node
@@ -48,12 +49,12 @@ class Exchange:
     table: str = ""
 
     def __str__(self) -> str:
-        return f"{self.priority} {self.way}{f' of {self.table}' if self.table else ''}"
+        return f"{self.priority} {self.payload}{f' of {self.table}' if self.table else ''}"
 
 
-def exchanges(graph: fx.Graph) -> list[Exchange]:
+def exchanges(graph: fx.Graph) -> list[GraphExchange]:
     """Those that `find_exchanges` marked, in graph order."""
-    return [n.meta[KEY] for n in graph.nodes if KEY in n.meta]
+    return [n.meta[EXCHANGE_KEY] for n in graph.nodes if EXCHANGE_KEY in n.meta]
 
 
 def argument(node: fx.Node, name: str) -> Any:
@@ -64,13 +65,20 @@ def argument(node: fx.Node, name: str) -> Any:
     return node.args[position] if position < len(node.args) else node.kwargs[name]
 
 
-def wait_of(launch: fx.Node) -> fx.Node | None:
-    """The last wait of a launched tensor (a wait of a wait happens), None if the graph has none."""
-    found: fx.Node | None = None
+def last_wait(launch: fx.Node) -> fx.Node | None:
+    """The last wait of a launched tensor, None if the graph has none."""
+    waits = waits_of(launch)
+    return waits[-1] if waits else None
+
+
+def waits_of(launch: fx.Node) -> list[fx.Node]:
+    """The wait of a launch, and the wait of that, which happens: in the order of the graph."""
+    waits: list[fx.Node] = []
     node = launch
-    while (after := next((u for u in node.users if u.target is WAIT), None)) is not None:
-        found = node = after
-    return found
+    while (wait := next((u for u in node.users if u.target is WAIT), None)) is not None:
+        waits.append(wait)
+        node = wait
+    return waits
 
 
 def size_in_bytes(value: torch.Tensor, rows: Any = None) -> sympy.Expr:

@@ -19,7 +19,15 @@ import torch
 from torch import fx
 
 from freescale.config import Config
-from freescale.passes.exchange_meta import KEY, PRIORITIES, Exchange, argument, first_user, size_in_bytes, wait_of
+from freescale.passes.exchange_meta import (
+    EXCHANGE_KEY,
+    PRIORITIES,
+    GraphExchange,
+    argument,
+    first_user,
+    last_wait,
+    size_in_bytes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +35,8 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 fs = torch.ops.freescale
 
-# Ops that hand values on: the same numbers, moved, cast or joined.
-MOVES = {
+# Ops that hand values on: the same numbers, viewed, copied, cast or joined.
+PASS_THROUGH = {
     aten.view.default,
     aten.reshape.default,
     aten._unsafe_view.default,
@@ -48,7 +56,7 @@ MOVES = {
     operator.getitem,
 }
 # Scaling and masking on the way, as in a gradient's division by the world size or its zeros for padding.
-SCALES = {aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.where.self}
+SCALING = {aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.where.self}
 GATHERS = {aten.index.Tensor, aten.index_select.default}
 SCATTERS = {
     aten.index_put.default,
@@ -61,10 +69,10 @@ SCATTERS = {
 
 def find_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
     """Return the number of exchanges marked."""
-    found = [x for n in gm.graph.nodes if (x := _exchange(n)) is not None]
-    for x in found:
-        x.launch.meta[KEY] = x
-    return len(found)
+    marked = [x for n in gm.graph.nodes if (x := _exchange(n)) is not None]
+    for x in marked:
+        x.launch.meta[EXCHANGE_KEY] = x
+    return len(marked)
 
 
 def count_exchanges(graph: fx.Graph) -> int:
@@ -72,44 +80,44 @@ def count_exchanges(graph: fx.Graph) -> int:
     return sum(_exchange(n) is not None for n in graph.nodes)
 
 
-def _exchange(node: fx.Node) -> Exchange | None:
+def _exchange(node: fx.Node) -> GraphExchange | None:
     if node.target is fs.exchange_forward.default:
-        return _ours("composite", "rows", node, node)
+        return _dialect_exchange("composite", "rows", node, node)
     if node.target is fs.exchange_backward.default:
-        return _ours("composite", "gradients", node, node)
+        return _dialect_exchange("composite", "gradients", node, node)
     if node.target is fs.all_to_all_rows_launch.default:
-        return _ours("chunk", "rows", node, wait_of(node))
+        return _dialect_exchange("chunk", "rows", node, last_wait(node))
     if node.target is c10d.all_to_all_single.default:
-        return _plain(node)
+        return _plain_exchange(node)
     return None
 
 
-def _ours(kind: str, way: str, node: fx.Node, wait: fx.Node | None) -> Exchange:
-    like = argument(node, "grad" if way == "gradients" else "token").meta["val"]
+def _dialect_exchange(kind: str, payload: str, node: fx.Node, wait: fx.Node | None) -> GraphExchange:
+    sent = argument(node, "grad" if payload == "gradients" else "token").meta["val"]
     n_recv = argument(node, "n_recv")
-    received = size_in_bytes(like, n_recv.meta["val"] if isinstance(n_recv, fx.Node) else n_recv)
+    received = size_in_bytes(sent, n_recv.meta["val"] if isinstance(n_recv, fx.Node) else n_recv)
     priority = PRIORITIES[argument(node, "priority")]
     consumer = first_user(wait) if wait is not None else None
-    return Exchange(kind, way, priority, received, node, wait, consumer, argument(node, "table"))
+    return GraphExchange(kind, payload, priority, received, node, wait, consumer, argument(node, "table"))
 
 
-def _plain(node: fx.Node) -> Exchange | None:
+def _plain_exchange(node: fx.Node) -> GraphExchange | None:
     value = node.meta["val"]
     if not value.dtype.is_floating_point:
         return None
-    wait = wait_of(node) or node
+    wait = last_wait(node) or node
     if _comes_from_lookup(node.args[0]):
-        way = "rows"
+        payload = "rows"
     elif _goes_to_update(wait):
-        way = "gradients"
+        payload = "gradients"
     else:
-        why = "its data is neither looked up nor goes into a table"
-        log.debug("%s is no embedding exchange: %s", node.name, why)
+        reason = "its data is neither looked up nor goes into a table"
+        log.debug("%s is no embedding exchange: %s", node.name, reason)
         return None
-    return Exchange("plain", way, "urgent", size_in_bytes(value), node, wait, first_user(wait))
+    return GraphExchange("plain", payload, "urgent", size_in_bytes(value), node, wait, first_user(wait))
 
 
-def _called(node: fx.Node) -> str:
+def _called_op(node: fx.Node) -> str:
     """The name of the op that a node calls, seen through functionalization of in-place ops."""
     target = str(node.target)
     return str(node.args[0]) if target.startswith("auto_functionalized") else target
@@ -118,15 +126,15 @@ def _called(node: fx.Node) -> str:
 def _is_lookup(node: fx.Node) -> bool:
     if node.target is aten.embedding.default:
         return True
-    called = _called(node)
-    if called.startswith("fbgemm.") and "embedding" in called and "forward" in called:
+    op = _called_op(node)
+    if op.startswith("fbgemm.") and "embedding" in op and "forward" in op:
         return True
     return node.target in GATHERS and _is_table(node.args[0])
 
 
 def _is_table(node: object) -> bool:
     """A graph input that came into the step from outside, not a gradient of it and not something computed."""
-    while isinstance(node, fx.Node) and node.target in MOVES:
+    while isinstance(node, fx.Node) and node.target in PASS_THROUGH:
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.op != "placeholder" or node.name.startswith("tangents"):
         return False
@@ -147,7 +155,7 @@ def _comes_from_lookup(start: object) -> bool:
         seen.add(node)
         if _is_lookup(node):
             return True
-        if node.target in MOVES:
+        if node.target in PASS_THROUGH:
             todo += node.all_input_nodes
     return False
 
@@ -162,19 +170,19 @@ def _goes_to_update(start: fx.Node) -> bool:
         for user in node.users:
             if _is_update(user, node):
                 return True
-            if user.target in MOVES or user.target in SCALES:
+            if user.target in PASS_THROUGH or user.target in SCALING:
                 todo.append(user)
     return False
 
 
-def _is_update(user: fx.Node, of: fx.Node) -> bool:
-    """`user` turns `of` into a table's gradient or applies it to a table."""
+def _is_update(user: fx.Node, value: fx.Node) -> bool:
+    """`user` turns `value` into a table's gradient or applies it to a table."""
     if user.target in (aten.embedding_dense_backward.default, fs.update_.default):
         return True
-    called = _called(user)
-    if called.startswith("fbgemm.") and "backward" in called:
+    op = _called_op(user)
+    if op.startswith("fbgemm.") and "backward" in op:
         return True
-    if user.target not in SCATTERS or user.args[0] is of:
+    if user.target not in SCATTERS or user.args[0] is value:
         return False
     return _has_fixed_rows(user) and _ends_outside(user)
 
@@ -192,7 +200,7 @@ def _ends_outside(start: fx.Node) -> bool:
         for user in node.users:
             if user.op == "output" or user.target is aten.copy_.default or user in seen:
                 continue
-            if user.target not in MOVES | SCALES | {aten.add.Tensor}:
+            if user.target not in PASS_THROUGH | SCALING | {aten.add.Tensor}:
                 return False
             seen.add(user)
             todo.append(user)

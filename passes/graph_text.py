@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from freescale.passes.exchange_meta import KEY
+from freescale.passes.exchange_meta import EXCHANGE_KEY
 
 
 def graph_text(graph: fx.Graph) -> str:
@@ -30,9 +30,9 @@ def _line(node: fx.Node) -> str:
     args = [_value(a) for a in node.args] + [f"{k}={_value(v)}" for k, v in node.kwargs.items()]
     text = f"{node.name} = {name.removesuffix('.default')}({', '.join(args)})"
     notes = [shape] if shape else []
-    if KEY in node.meta:
-        x = node.meta[KEY]
-        notes.append(f"{x.priority} {x.way}, {x.kind}, {x.bytes} bytes")
+    if EXCHANGE_KEY in node.meta:
+        x = node.meta[EXCHANGE_KEY]
+        notes.append(f"{x.priority} {x.payload}, {x.kind}, {x.bytes} bytes")
     return f"{text}  # {'; '.join(notes)}" if notes else text
 
 

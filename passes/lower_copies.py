@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 def lower_copies(gm: fx.GraphModule, cfg: Config) -> int:
     """Return the number of launches that became copies."""
-    found = [x for x in exchanges(gm.graph) if x.kind == "chunk"]
+    chunks = [x for x in exchanges(gm.graph) if x.kind == "chunk"]
     chosen = []
-    for x in found:
+    for x in chunks:
         device = x.launch.meta["val"].device.type
-        name, why = choose.choose(cfg.transport, argument(x.launch, "group_name"), device)
-        log.info("%s goes over %s: %s", x, name, why)
+        name, reason = choose.choose(cfg.transport, argument(x.launch, "group_name"), device)
+        log.info("%s goes over %s: %s", x, name, reason)
         chosen.append((x.launch, name))
     for launch, name in chosen:
         launch.target = choose.op_of(launch.target, name)

@@ -31,22 +31,21 @@ from freescale.passes.exchange_meta import WAIT
 log = logging.getLogger(__name__)
 
 UNKNOWN_SIZE = 4096  # of a symbol that only the data will tell
-OWN = ("freescale", "_c10d_functional")
-LIBRARIES = ("aten", "prims", "fbgemm", *OWN)  # those whose ops are known; others are a user's
-_TRIES = 3
+KNOWN_NAMESPACES = ("aten", "prims", "fbgemm", "freescale", "_c10d_functional")  # ops of any other are a user's
+_REPETITIONS = 3
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Of one rank: floating-point operations and bytes of memory per second."""
+class MachineSpeed:
+    """Of one rank, per second."""
 
-    flops: float
-    memory: float
+    flops: float  # floating-point operations
+    memory: float  # bytes read or written
 
 
-def wire_seconds(size: sympy.Expr, link: float) -> float:
-    """The time that `size` bytes take on a link of `link` bytes per second."""
-    return max(hint(size), 0) / link
+def wire_seconds(size: sympy.Expr, bytes_per_second: float) -> float:
+    """The time that `size` bytes take on a link."""
+    return max(hint(size), 0) / bytes_per_second
 
 
 def hint(size: Any) -> int:
@@ -82,15 +81,15 @@ def is_compute(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if node.target.namespace not in LIBRARIES:
+    if node.target.namespace not in KNOWN_NAMESPACES:
         return True
     return node.target.overloadpacket in flop_registry
 
 
-def seconds(node: fx.Node, machine: Machine) -> float:
+def seconds(node: fx.Node, machine: MachineSpeed) -> float:
     """How long this rank's compute is busy with a node."""
     value = node.meta.get("val")
-    if node.op != "call_function" or node.target is WAIT or is_view(node) or not _tensors(value):
+    if node.op != "call_function" or node.target is WAIT or is_view(node) or not _has_tensors(value):
         return 0.0
     target: Any = node.target
     out = bytes_of(value)
@@ -100,12 +99,12 @@ def seconds(node: fx.Node, machine: Machine) -> float:
     if isinstance(target, torch._ops.OpOverload):
         if target.overloadpacket in flop_registry:
             return max(_flops(node) / machine.flops, touched)
-        if target.namespace not in LIBRARIES:
+        if target.namespace not in KNOWN_NAMESPACES:
             return max(_measured(node), touched)
     return touched
 
 
-def _tensors(value: Any) -> bool:
+def _has_tensors(value: Any) -> bool:
     values = value if isinstance(value, (list, tuple)) else [value]
     return any(isinstance(v, torch.Tensor) for v in values)
 
@@ -114,23 +113,23 @@ def _flops(node: fx.Node) -> float:
     target: Any = node.target
 
     def sized(n: fx.Node) -> Any:
-        return _sized(n.meta.get("val"), lambda shape, v: torch.empty(shape, dtype=v.dtype, device="meta"))
+        return _with_hinted_sizes(n.meta.get("val"), lambda shape, v: torch.empty(shape, dtype=v.dtype, device="meta"))
 
     with dynamo.no_modes():
         args, kwargs = fx.map_arg(node.args, sized), fx.map_arg(node.kwargs, sized)
-        out = _sized(node.meta["val"], lambda shape, v: torch.empty(shape, dtype=v.dtype, device="meta"))
+        out = _with_hinted_sizes(node.meta["val"], lambda shape, v: torch.empty(shape, dtype=v.dtype, device="meta"))
         return float(flop_registry[target.overloadpacket](*args, **kwargs, out_val=out))
 
 
-def _sized(value: Any, make: Callable[[list[int], torch.Tensor], torch.Tensor]) -> Any:
+def _with_hinted_sizes(value: Any, make: Callable[[list[int], torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)(_sized(v, make) for v in value)
+        return type(value)(_with_hinted_sizes(v, make) for v in value)
     if isinstance(value, torch.Tensor):
         return make([hint(s) for s in value.shape], value)
     return hint(value) if isinstance(value, torch.SymInt) else value
 
 
-_of_op: dict[tuple[Any, ...], float] = {}
+_seconds_of_op: dict[tuple[Any, ...], float] = {}
 
 
 def _measured(node: fx.Node) -> float:
@@ -138,19 +137,20 @@ def _measured(node: fx.Node) -> float:
     values = [n.meta.get("val") for n in node.all_input_nodes]
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     key = (str(node.target), *((str(v.dtype), *map(hint, v.shape)) for v in tensors))
-    if key not in _of_op:
-        _of_op[key] = _try(node) if all(v.is_floating_point() for v in tensors) else 0.0
-        if _of_op[key] == 0.0:
+    if key not in _seconds_of_op:
+        _seconds_of_op[key] = _time_op(node) if all(v.is_floating_point() for v in tensors) else 0.0
+        if _seconds_of_op[key] == 0.0:
             log.info(
                 "the cost of %s is taken from its bytes; torch.utils.flop_counter.register_flop_formula would tell it",
                 node.target,
             )
-    return _of_op[key]
+    return _seconds_of_op[key]
 
 
-def _try(node: fx.Node) -> float:
+def _time_op(node: fx.Node) -> float:
+    """Seconds that it takes on random data; 0 if it cannot be run on such."""
     def real(n: fx.Node) -> Any:
-        return _sized(n.meta.get("val"), lambda shape, v: torch.rand(shape, device=v.device).to(v.dtype))
+        return _with_hinted_sizes(n.meta.get("val"), lambda shape, v: torch.rand(shape, device=v.device).to(v.dtype))
 
     try:
         with dynamo.no_modes(), torch.no_grad():
@@ -161,12 +161,12 @@ def _try(node: fx.Node) -> float:
         return 0.0
 
 
-def fastest(run: Callable[[], Any], on: Any = None) -> float:
-    """The shortest of a few runs, in seconds."""
-    values = on if isinstance(on, (list, tuple)) else [on]
+def fastest(run: Callable[[], Any], result: Any) -> float:
+    """The shortest of a few runs, in seconds; `result` is on the device of the run."""
+    values = result if isinstance(result, (list, tuple)) else [result]
     cuda = any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in values)
     best = float("inf")
-    for _ in range(_TRIES):
+    for _ in range(_REPETITIONS):
         start = time.perf_counter()
         run()
         if cuda:
@@ -176,7 +176,7 @@ def fastest(run: Callable[[], Any], on: Any = None) -> float:
 
 
 @cache
-def machine(device_type: str) -> Machine:
+def machine(device_type: str) -> MachineSpeed:
     """How fast this rank is, measured once per process with one matrix product and one copy."""
     n = 4096 if device_type == "cuda" else 384
     with dynamo.no_modes(), torch.no_grad():
@@ -184,7 +184,7 @@ def machine(device_type: str) -> Machine:
         b = torch.rand(1 << (28 if device_type == "cuda" else 22), device=device_type)
         product = fastest(lambda: a @ a, a)
         copy = fastest(lambda: b.clone(), b)
-    return Machine(flops=2 * n**3 / product, memory=2 * b.numel() * b.element_size() / copy)
+    return MachineSpeed(flops=2 * n**3 / product, memory=2 * b.numel() * b.element_size() / copy)
 
 
 def device_of(nodes: Iterable[fx.Node]) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from freescale.compat import fx_values
-from freescale.passes.exchange_meta import KEY, ORIGIN, WAIT, Exchange, first_user, size_in_bytes
+from freescale.passes.exchange_meta import EXCHANGE_KEY, ORIGIN_KEYS, WAIT, GraphExchange, first_user, size_in_bytes
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -29,60 +29,62 @@ LAUNCH = torch.ops._c10d_functional.all_to_all_single.default
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one consumer takes: `node` is result[..., first : first + size, ...]."""
+class ConsumerSlice:
+    """What one consumer takes: `node` is result[..., start : start + size, ...]."""
 
     node: fx.Node
-    first: int
+    start: int
     size: int
-    needed: int  # place in the graph of the first node that computes with it
+    needed_at: int  # position in the graph of the first node that computes with it
 
 
 @dataclass(frozen=True)
-class Cut:
-    exchange: Exchange
-    dim: int
-    ranks: int | None  # the result is seen as [ranks, rows per rank, ...]; None: cut as it is
-    parts: tuple[Part, ...]
+class ConsumerSplit:
+    """One plain all-to-all, to become one per slice."""
+
+    exchange: GraphExchange
+    dim: int  # along which the result is sliced
+    ranks: int | None  # the result is viewed as [ranks, rows per rank, ...] first; None: sliced as it is
+    slices: tuple[ConsumerSlice, ...]
 
 
-def plan(x: Exchange) -> Cut | None:
-    """How to cut an exchange by consumer, None where there is nothing to gain or it is not understood."""
+def plan(x: GraphExchange) -> ConsumerSplit | None:
+    """How to split an exchange by consumer, None where there is nothing to gain or it is not understood."""
     wait = x.wait
     if wait is None or not wait.users:
         return None
-    cut, ranks = wait, None
-    if len(wait.users) == 1 and (seen := next(iter(wait.users))).target in VIEWS:
-        ranks = _equal_ranks(x.launch, seen)
-        cut = seen if ranks is not None else wait
-    order = {n: i for i, n in enumerate(x.launch.graph.nodes)}
-    found = _parts(cut, order)
-    why = _why_not(found, ranks)
-    if why:
-        log.debug("%s stays whole: %s", x.launch.name, why)
+    result, ranks = wait, None
+    if len(wait.users) == 1 and (view := next(iter(wait.users))).target in VIEWS:
+        ranks = _equal_ranks(x.launch, view)
+        result = view if ranks is not None else wait
+    position = {n: i for i, n in enumerate(x.launch.graph.nodes)}
+    dim_and_slices = _slices_of(result, position)
+    reason = _reason_to_keep_whole(dim_and_slices, ranks)
+    if reason:
+        log.debug("%s stays whole: %s", x.launch.name, reason)
         return None
-    dim, parts = found  # type: ignore[misc]
-    return Cut(x, dim, ranks, tuple(sorted(parts, key=lambda p: (p.needed, p.first))))
+    dim, slices = dim_and_slices  # type: ignore[misc]
+    return ConsumerSplit(x, dim, ranks, tuple(sorted(slices, key=lambda s: (s.needed_at, s.start))))
 
 
-def _why_not(found: tuple[int, list[Part]] | None, ranks: int | None) -> str:
-    if found is None:
+def _reason_to_keep_whole(dim_and_slices: tuple[int, list[ConsumerSlice]] | None, ranks: int | None) -> str:
+    if dim_and_slices is None:
         return "its result is not only sliced, along one dimension, at fixed places"
-    dim, parts = found
+    dim, slices = dim_and_slices
     if dim != 1 if ranks is not None else dim < 1:
         return f"a cut along dimension {dim} goes through what the ranks send"
-    if len({p.needed for p in parts}) < 2:
+    if len({s.needed_at for s in slices}) < 2:
         return "one consumer needs all of it"
-    ends = sorted((p.first, p.first + p.size) for p in parts)
-    if any(a_end > b for (_, a_end), (b, _) in zip(ends, ends[1:], strict=False)):
+    bounds = sorted((s.start, s.start + s.size) for s in slices)
+    if any(end > next_start for (_, end), (next_start, _) in zip(bounds, bounds[1:], strict=False)):
         return "its parts overlap"
     return ""
 
 
-def _equal_ranks(launch: fx.Node, seen: fx.Node) -> int | None:
-    """The number of ranks if `seen` is the result as [ranks, rows per rank, ...] and every rank sends equally much."""
+def _equal_ranks(launch: fx.Node, view: fx.Node) -> int | None:
+    """The number of ranks if `view` is the result as [ranks, rows per rank, ...] and every rank sends equally much."""
     recv, send = launch.args[1], launch.args[2]
-    shape, whole = seen.meta["val"].shape, launch.meta["val"].shape
+    shape, whole = view.meta["val"].shape, launch.meta["val"].shape
     if not isinstance(recv, (list, tuple)) or not isinstance(send, (list, tuple)) or len(shape) != len(whole) + 1:
         return None
     if len(set(recv)) != 1 or len(set(send)) != 1 or recv[0] != send[0]:
@@ -90,119 +92,117 @@ def _equal_ranks(launch: fx.Node, seen: fx.Node) -> int | None:
     return len(recv) if shape[0] == len(recv) and tuple(shape[2:]) == tuple(whole[1:]) else None
 
 
-def _parts(of: fx.Node, order: dict[fx.Node, int]) -> tuple[int, list[Part]] | None:
-    """The dimension and the parts that `of` is cut into, None unless all its users cut it at fixed places."""
-    rank = of.meta["val"].dim()
+def _slices_of(result: fx.Node, position: dict[fx.Node, int]) -> tuple[int, list[ConsumerSlice]] | None:
+    """The dimension and the slices that `result` is cut into, None unless all its users cut it at fixed places."""
+    n_dims = result.meta["val"].dim()
     dims: set[int] = set()
-    parts: list[Part] = []
-    for user in of.users:
-        places = _places(user)
-        if places is None:
+    slices: list[ConsumerSlice] = []
+    for user in result.users:
+        dim_and_bounds = _slice_bounds(user)
+        if dim_and_bounds is None:
             return None
-        dim, pieces = places
-        dims.add(dim % rank)
-        for node, first, size in pieces:
-            needed = _needed(node, order)
-            if needed is not None:
-                parts.append(Part(node, first, size, needed))
-    return (dims.pop(), parts) if len(dims) == 1 else None
+        dim, bounds = dim_and_bounds
+        dims.add(dim % n_dims)
+        for node, start, size in bounds:
+            needed_at = _first_compute(node, position)
+            if needed_at is not None:
+                slices.append(ConsumerSlice(node, start, size, needed_at))
+    return (dims.pop(), slices) if len(dims) == 1 else None
 
 
-def _places(user: fx.Node) -> tuple[int, list[tuple[fx.Node, int, int]]] | None:
-    """(dimension, [(node, first, size)]) of a slice or a split."""
+def _slice_bounds(user: fx.Node) -> tuple[int, list[tuple[fx.Node, int, int]]] | None:
+    """(dimension, [(node, start, size)]) of a slice or a split."""
     args: tuple[Any, ...] = user.args
     if user.target is aten.slice.Tensor:
-        given = (*args[1:], *(0, 0, 2**63 - 1, 1)[len(args) - 1 :])
-        dim, first, last, step = given[0], given[1], given[2], given[3]
+        defaults = (0, 0, 2**63 - 1, 1)
+        dim, start, end, step = args[1:] + defaults[len(args) - 1 :]
         size = user.meta["val"].shape[dim]
-        if step != 1 or not all(isinstance(v, int) for v in (dim, first, last, size)) or first < 0:
+        if step != 1 or not all(isinstance(v, int) for v in (dim, start, end, size)) or start < 0:
             return None
-        return dim, [(user, first, size)]
+        return dim, [(user, start, size)]
     if user.target in (aten.split.Tensor, aten.split_with_sizes.default):
-        named: dict[str, Any] = user.kwargs
-        dim = args[2] if len(args) > 2 else named.get("dim", 0)
+        kwargs: dict[str, Any] = user.kwargs
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
         sizes = [v.shape[dim] for v in user.meta["val"]]
         if not all(isinstance(s, int) for s in sizes) or any(u.target is not operator.getitem for u in user.users):
             return None
-        firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-        numbers: dict[fx.Node, Any] = {u: u.args[1] for u in user.users}
-        return dim, [(u, firsts[i], sizes[i]) for u, i in numbers.items()]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        indices: dict[fx.Node, Any] = {u: u.args[1] for u in user.users}
+        return dim, [(u, starts[i], sizes[i]) for u, i in indices.items()]
     return None
 
 
-def _needed(node: fx.Node, order: dict[fx.Node, int]) -> int | None:
-    """The place of the first node that computes with `node`, seen through views; None if nothing does."""
-    found, todo = [], [node]
+def _first_compute(node: fx.Node, position: dict[fx.Node, int]) -> int | None:
+    """The position of the first node that computes with `node`, seen through views; None if nothing does."""
+    positions, todo = [], [node]
     while todo:
         for user in todo.pop().users:
             if user.target in VIEWS or user.target is aten.clone.default:
                 todo.append(user)
             else:
-                found.append(order[user])
-    return min(found, default=None)
+                positions.append(position[user])
+    return min(positions, default=None)
 
 
-def apply(graph: fx.Graph, cut: Cut) -> None:
-    """Put one launch and one wait per part in place of the whole."""
-    old, wait = cut.exchange.launch, cut.exchange.wait
+def apply(graph: fx.Graph, split: ConsumerSplit) -> None:
+    """Put one launch and one wait per slice in place of the whole."""
+    old, wait = split.exchange.launch, split.exchange.wait
     assert wait is not None
     x, recv, send, group = old.args
-    make = _Maker(graph, old)
+    make = _NodeBuilder(graph, old)
     with graph.inserting_before(old):
-        whole = x if cut.ranks is None else make(aten.view.default, x, [cut.ranks, -1, *old.meta["val"].shape[1:]])
+        whole = x if split.ranks is None else make(aten.view.default, x, [split.ranks, -1, *old.meta["val"].shape[1:]])
         launches = []
-        for p in cut.parts:
-            piece = make(aten.slice.Tensor, whole, cut.dim, p.first, p.first + p.size)
+        for s in split.slices:
+            piece = make(aten.slice.Tensor, whole, split.dim, s.start, s.start + s.size)
             # a copy in the plain layout: what is sent lies in one piece
             piece = make(aten.clone.default, piece, memory_format=torch.contiguous_format)
             counts = (recv, send)
-            if cut.ranks is not None:
-                piece = make(aten.view.default, piece, [cut.ranks * p.size, *old.meta["val"].shape[1:]])
-                counts = ([p.size] * cut.ranks, [p.size] * cut.ranks)
+            if split.ranks is not None:
+                piece = make(aten.view.default, piece, [split.ranks * s.size, *old.meta["val"].shape[1:]])
+                counts = ([s.size] * split.ranks, [s.size] * split.ranks)
             launches.append(make(LAUNCH, piece, *counts, group))
     with graph.inserting_before(wait):
-        for p, launch in zip(cut.parts, launches, strict=True):
-            arrived = make(WAIT, launch)
-            whole_part = arrived
-            if cut.ranks is not None:
-                shape = [cut.ranks, p.size, *old.meta["val"].shape[1:]]
-                whole_part = make(aten.view.default, arrived, shape)
-            p.node.replace_all_uses_with(whole_part)
+        for s, launch in zip(split.slices, launches, strict=True):
+            arrived = viewed = make(WAIT, launch)
+            if split.ranks is not None:
+                viewed = make(aten.view.default, arrived, [split.ranks, s.size, *old.meta["val"].shape[1:]])
+            s.node.replace_all_uses_with(viewed)
             size = size_in_bytes(launch.meta["val"])
-            launch.meta[KEY] = Exchange(
-                "plain", cut.exchange.way, "urgent", size, launch, arrived, first_user(arrived)
+            launch.meta[EXCHANGE_KEY] = GraphExchange(
+                "plain", split.exchange.payload, "urgent", size, launch, arrived, first_user(arrived)
             )
     _erase_unused(graph, wait)
     graph.erase_node(wait)
     graph.erase_node(old)
 
 
-def _erase_unused(graph: fx.Graph, of: fx.Node) -> None:
-    """All that is made of a node: nothing needs it any more."""
-    unused, todo = {of}, [of]
+def _erase_unused(graph: fx.Graph, source: fx.Node) -> None:
+    """Erase all that is made of a node, since nothing needs it any more."""
+    unused, todo = {source}, [source]
     while todo:
         new = [u for u in todo.pop().users if u not in unused]
         unused.update(new)
         todo += new
-    unused.remove(of)
+    unused.remove(source)
     for node in reversed(graph.nodes):
         if node in unused:
             graph.erase_node(node)
 
 
-def bytes_of_row(x: Exchange) -> int:
+def bytes_of_row(x: GraphExchange) -> int:
     """What is known of a row's size: a fact of the graph, the same on every rank, unlike the number of rows."""
     value = x.launch.meta["val"]
     known = [s for s in value.shape[1:] if isinstance(s, int)]
     return int(value.element_size() * math.prod(known))
 
 
-class _Maker:
-    """Calls that know where they came from and what they compute."""
+class _NodeBuilder:
+    """Inserts calls, with the meta of a node that they replace and the fake value that they compute."""
 
     def __init__(self, graph: fx.Graph, origin: fx.Node) -> None:
         self.graph = graph
-        self.origin = {k: origin.meta[k] for k in ORIGIN if k in origin.meta}
+        self.origin = {k: origin.meta[k] for k in ORIGIN_KEYS if k in origin.meta}
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)

@@ -24,7 +24,15 @@ from freescale.compat import fx_values
 from freescale.config import Config
 from freescale.kernels import reference
 from freescale.passes import split_by_consumer
-from freescale.passes.exchange_meta import KEY, ORIGIN, CannotApply, Exchange, exchanges, first_user, wait_of
+from freescale.passes.exchange_meta import (
+    EXCHANGE_KEY,
+    ORIGIN_KEYS,
+    CannotApply,
+    GraphExchange,
+    exchanges,
+    first_user,
+    last_wait,
+)
 
 REFERENCES: dict[Any, Callable[..., Any]] = {
     torch.ops.freescale.exchange_forward.default: reference.exchange_forward,
@@ -34,40 +42,42 @@ REFERENCES: dict[Any, Callable[..., Any]] = {
 
 def split_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
     """Return the number of exchanges opened or cut."""
-    sites = [x for x in exchanges(gm.graph) if x.kind == "composite"]
-    for x in sites:
+    composites = [x for x in exchanges(gm.graph) if x.kind == "composite"]
+    for x in composites:
         if x.launch.kwargs:
             raise CannotApply(f"{x.launch.name} is called with keywords")
     plain = [x for x in exchanges(gm.graph) if x.kind == "plain" and split_by_consumer.bytes_of_row(x) >= cfg.min_bytes]
-    cuts = [cut for x in plain if (cut := split_by_consumer.plan(x)) is not None]
-    for x in sites:
+    splits = [split for x in plain if (split := split_by_consumer.plan(x)) is not None]
+    for x in composites:
         _open(gm.graph, x)
-    for cut in cuts:
-        split_by_consumer.apply(gm.graph, cut)
-    return len(sites) + len(cuts)
+    for split in splits:
+        split_by_consumer.apply(gm.graph, split)
+    return len(composites) + len(splits)
 
 
-def _open(graph: fx.Graph, x: Exchange) -> None:
+def _open(graph: fx.Graph, x: GraphExchange) -> None:
+    """Put what the reference of a composite does in its place."""
     old = x.launch
     tracer = fx.proxy.GraphAppendingTracer(graph)
     before = old.prev
     with graph.inserting_before(old):
-        result = REFERENCES[old.target](*(_proxies(a, tracer) for a in old.args))
+        result = REFERENCES[old.target](*(_as_proxy(a, tracer) for a in old.args))
     new = []
     node = before.next
     while node is not old:
         new.append(node)
         node = node.next
     for node in new:
-        node.meta.update({k: old.meta[k] for k in ORIGIN if k in old.meta})
+        node.meta.update({k: old.meta[k] for k in ORIGIN_KEYS if k in old.meta})
         node.meta["val"] = fx_values.fake_value(node)
     old.replace_all_uses_with(result.node)
     graph.erase_node(old)
     launch = new[0]
-    wait = wait_of(launch)
+    wait = last_wait(launch)
     assert wait is not None
-    launch.meta[KEY] = Exchange("chunk", x.way, x.priority, x.bytes, launch, wait, first_user(wait), x.table)
+    chunk = GraphExchange("chunk", x.payload, x.priority, x.bytes, launch, wait, first_user(wait), x.table)
+    launch.meta[EXCHANGE_KEY] = chunk
 
 
-def _proxies(argument: Any, tracer: fx.proxy.GraphAppendingTracer) -> Any:
+def _as_proxy(argument: Any, tracer: fx.proxy.GraphAppendingTracer) -> Any:
     return fx.Proxy(argument, tracer) if isinstance(argument, fx.Node) else argument

@@ -1,4 +1,4 @@
-"""Ways to give samples to ranks: each takes a Problem and returns the rank of every sample (`local`: the step).
+"""Methods that give samples to ranks: each takes a Problem and returns the rank of every sample.
 
 All of them are deterministic and know nothing of memory or of bytes; swaps.py improves what they return, solver.py
 chooses among them. `fewest_moves` changes neither loads nor memory: it only says which rank gets which group.
@@ -10,18 +10,18 @@ import heapq
 
 import numpy as np
 
-from freescale.runtime.balance.integer_problem import Ints, Problem, number_bits
-from freescale.runtime.balance.swaps import Budget
+from freescale.runtime.balance.integer_problem import IntArray, Problem, bits_for_index
+from freescale.runtime.balance.swaps import OperationBudget
 
 
-def descending(problem: Problem) -> Ints:
+def descending(problem: Problem) -> IntArray:
     """Samples by falling cost, equal ones in their order."""
-    bits = problem.bits
+    bits = problem.index_bits
     keys = ((int(problem.costs.max(initial=0)) - problem.costs) << bits) | np.arange(len(problem.costs))
     return np.sort(keys) & ((1 << bits) - 1)  # no two keys are equal: the fast sort is as good as a stable one
 
 
-def at_home(problem: Problem) -> Ints:
+def stay_home(problem: Problem) -> IntArray:
     """Every sample stays where it is; where a rank has more than its count, its smallest samples leave."""
     rank, samples = problem.home.copy(), np.arange(len(problem.home))
     order = np.lexsort((samples, -problem.sizes, rank))
@@ -33,7 +33,7 @@ def at_home(problem: Problem) -> Ints:
     return rank
 
 
-def with_room(problem: Problem, rank: Ints, target: int) -> Ints:
+def make_room(problem: Problem, rank: IntArray, target: int) -> IntArray:
     """Where a sample costs more than the mean load, give its rank the shortest other ones, until it is at `target`.
 
     One swap after the other would get there too, but slowly.
@@ -64,18 +64,18 @@ def with_room(problem: Problem, rank: Ints, target: int) -> Ints:
     return rank
 
 
-def zigzag(problem: Problem) -> Ints:
+def zigzag(problem: Problem) -> IntArray:
     """By falling cost, to ranks 0, 1, ..., n, n, ..., 1, 0, 0, 1, ...; a full rank is passed over."""
     ranks, rounds = problem.ranks, int(problem.counts.max(initial=0))
     turns = np.tile(np.arange(ranks), (rounds, 1))
     turns[1::2] = turns[1::2, ::-1]
-    open_ = problem.counts[turns] > np.arange(rounds)[:, None]
+    open_ranks = problem.counts[turns] > np.arange(rounds)[:, None]
     rank = np.empty(len(problem.costs), np.int64)
-    rank[descending(problem)] = turns[open_]
+    rank[descending(problem)] = turns[open_ranks]
     return rank
 
 
-def lpt(problem: Problem, *, any_count: bool = False) -> Ints:
+def lpt(problem: Problem, *, any_count: bool = False) -> IntArray:
     """Longest processing time first: by falling cost, each to the least loaded rank that is not full.
 
     Done in runs: as long as no rank of the run, with its new sample, is below the next rank without, the least loaded
@@ -84,10 +84,10 @@ def lpt(problem: Problem, *, any_count: bool = False) -> Ints:
     order, ranks = descending(problem), problem.ranks
     costs, rank = problem.costs[order], np.empty(len(order), np.int64)
     loads, room = np.zeros(ranks, np.int64), np.full(ranks, len(order)) if any_count else problem.counts.copy()
-    open_ = np.flatnonzero(room)
+    open_ranks = np.flatnonzero(room)
     done = 0
     while done < len(order):
-        by_load = open_[np.argsort(loads[open_], kind="stable")][: len(order) - done]
+        by_load = open_ranks[np.argsort(loads[open_ranks], kind="stable")][: len(order) - done]
         before = loads[by_load]
         after = before + costs[done : done + len(by_load)]
         overtaken = np.flatnonzero(before[1:] > np.minimum.accumulate(after[:-1]))
@@ -96,12 +96,12 @@ def lpt(problem: Problem, *, any_count: bool = False) -> Ints:
         loads[run] = after[: len(run)]
         room[run] -= 1
         if not room[run].all():
-            open_ = open_[room[open_] > 0]
+            open_ranks = open_ranks[room[open_ranks] > 0]
         done += len(run)
     return rank
 
 
-def kk(problem: Problem) -> Ints:
+def kk(problem: Problem) -> IntArray:
     """Karmarkar-Karp with equal counts: sets of one sample per rank; the two most uneven sets become one, repeatedly.
 
     Where two sets meet, the heaviest part of one joins the lightest of the other. Counts differ by at most one, the
@@ -116,7 +116,7 @@ def kk(problem: Problem) -> Ints:
     loads = [row for row in np.append(problem.costs, 0)[padded].reshape(sets, ranks)]  # each falling
     heap = [(int(row[-1] - row[0]), number) for number, row in enumerate(loads)]
     heapq.heapify(heap)
-    joined: list[tuple[int, int, Ints]] = []  # set, set, new order of the parts
+    joined: list[tuple[int, int, IntArray]] = []  # set, set, new order of the parts
     while len(heap) > 1:
         (_, first), (_, second) = heapq.heappop(heap), heapq.heappop(heap)
         together = loads[first] + loads[second][::-1]
@@ -124,7 +124,7 @@ def kk(problem: Problem) -> Ints:
         joined.append((first, second, new))
         loads.append(together[new])
         heapq.heappush(heap, (int(loads[-1][-1] - loads[-1][0]), len(loads) - 1))
-    part: list[Ints] = [np.arange(ranks)] * len(loads)  # of the whole, that each part of a set became
+    part: list[IntArray] = [np.arange(ranks)] * len(loads)  # of the whole, that each part of a set became
     for number, (first, second, new) in reversed(list(enumerate(joined, sets))):
         place = np.empty(ranks, np.int64)
         place[new] = part[number]
@@ -135,48 +135,21 @@ def kk(problem: Problem) -> Ints:
     return _with_counts(problem, rank)
 
 
-def _with_counts(problem: Problem, group: Ints) -> Ints:
+def _with_counts(problem: Problem, group: IntArray) -> IntArray:
     """Number the groups so that each rank gets as many samples as it should."""
     have = np.bincount(group, minlength=problem.ranks)
-    to = np.empty(problem.ranks, np.int64)
-    to[np.argsort(have, kind="stable")] = np.argsort(problem.counts, kind="stable")
-    return to[group]
+    rank_of_group = np.empty(problem.ranks, np.int64)
+    rank_of_group[np.argsort(have, kind="stable")] = np.argsort(problem.counts, kind="stable")
+    return rank_of_group[group]
 
 
-def local(loads: np.ndarray, steps: int) -> Ints:
-    """The step of every base batch, for loads[rank, base batch]; nothing leaves its rank.
-
-    On each rank heavy base batches join light ones; then the ranks' heaviest steps come at the same time. The given
-    order stays where that is no better.
-    """
-    ranks, batches = loads.shape
-    each = -(-batches // steps)
-    padded = np.zeros((ranks, each * steps), loads.dtype)
-    padded[:, :batches] = loads
-    as_given = np.broadcast_to(np.minimum(np.arange(each * steps) * steps // batches, steps - 1), padded.shape)
-    order = np.argsort(-padded, axis=1, kind="stable")
-    turns = np.tile(np.arange(steps), (each, 1))
-    turns[1::2] = turns[1::2, ::-1]
-    step = np.empty_like(order)
-    np.put_along_axis(step, order, np.broadcast_to(turns.ravel(), order.shape), 1)
-    new = np.argsort(np.argsort(-_step_loads(padded, step, steps), axis=1, kind="stable"), axis=1, kind="stable")
-    step = np.take_along_axis(new, step, 1)
-    was, now = (_step_loads(padded, s, steps).max(0).sum() for s in (as_given, step))
-    return (step if now < was else as_given)[:, :batches]
-
-
-def _step_loads(loads: np.ndarray, step: Ints, steps: int) -> np.ndarray:
-    at = step + np.arange(len(loads))[:, None] * steps
-    return np.bincount(at.ravel(), loads.ravel(), minlength=len(loads) * steps).reshape(len(loads), steps)
-
-
-def fewest_moves(problem: Problem, rank: Ints) -> Ints:
+def fewest_moves(problem: Problem, rank: IntArray) -> IntArray:
     """The same groups on other ranks, and samples of equal cost exchanged, so that more bytes stay at home."""
     ranks = problem.ranks
     stays = np.bincount(rank * ranks + problem.home, problem.sizes.astype(np.float64), minlength=ranks * ranks)
     stays = stays.reshape(ranks, ranks)
     stays[np.bincount(rank, minlength=ranks)[:, None] != problem.counts] = -1  # other count: not its group
-    to = np.full(ranks, -1)
+    rank_of_group = np.full(ranks, -1)
     groups, free = np.arange(ranks), np.arange(ranks)
     while len(groups):  # every group asks for its best rank, every rank that is asked takes one
         best = stays[np.ix_(groups, free)]
@@ -184,21 +157,21 @@ def fewest_moves(problem: Problem, rank: Ints) -> Ints:
         value = best[np.arange(len(groups)), asked]
         by_value = np.lexsort((groups, -value))
         taken, first = np.unique(asked[by_value], return_index=True)
-        to[groups[by_value[first]]] = free[taken]
+        rank_of_group[groups[by_value[first]]] = free[taken]
         groups, free = np.delete(groups, by_value[first]), np.delete(free, taken)
-    return _equals_home(problem, to[rank])
+    return _bring_equals_home(problem, rank_of_group[rank])
 
 
-def _equals_home(problem: Problem, rank: Ints) -> Ints:
+def _bring_equals_home(problem: Problem, rank: IntArray) -> IntArray:
     """Among samples of equal cost and memory that are away, let those take a place at home for whom there is one."""
-    away, bits = np.flatnonzero(rank != problem.home), number_bits(len(rank), problem.ranks)
+    away, bits = np.flatnonzero(rank != problem.home), bits_for_index(len(rank), problem.ranks)
     if 3 * bits + 1 > 63:  # a million samples: their keys would not fit into one number
         return rank
     number, side = np.arange(len(away)), 1 << bits
-    kind = _numbered((problem.costs[away] << problem.bits) | number, problem.bits)
+    kind = _dense_ids((problem.costs[away] << problem.index_bits) | number, problem.index_bits)
     if problem.memory is not None:
         other = np.unique(problem.memory[away], return_inverse=True)[1]
-        kind = _numbered((((kind << bits) | other) << bits) | number, bits)
+        kind = _dense_ids((((kind << bits) | other) << bits) | number, bits)
     # Sorted by kind and rank: first the samples at home there, then the places taken there.
     wanted = (((kind << bits) | problem.home[away]) << (bits + 1)) | number
     offered = (((kind << bits) | rank[away]) << (bits + 1)) | side | number
@@ -209,42 +182,45 @@ def _equals_home(problem: Problem, rank: Ints) -> Ints:
     lengths = np.diff(start, append=len(keys))
     samples = lengths - places
     nth = np.arange(len(keys)) - np.repeat(start, lengths) - place * np.repeat(samples, lengths)
-    meets = nth < np.repeat(np.minimum(places, samples), lengths)
+    matched = nth < np.repeat(np.minimum(places, samples), lengths)
     new = rank.copy()
-    goes_home = away[sample[meets & ~place]]
+    goes_home = away[sample[matched & ~place]]
     new[goes_home] = problem.home[goes_home]
-    new[away[sample[~meets & ~place]]] = rank[away[sample[~meets & place]]]  # both by kind, as many of each
+    new[away[sample[~matched & ~place]]] = rank[away[sample[~matched & place]]]  # both by kind, as many of each
     return new
 
 
-def _numbered(keys: Ints, bits: int) -> Ints:
-    """0, 1, ... for equal `keys >> bits`, in their order, by the number that the lower bits hold."""
+def _dense_ids(keys: IntArray, bits: int) -> IntArray:
+    """0, 1, ... for equal `keys >> bits`, in their order; result i is that of the key whose lower bits are i."""
     ordered = np.sort(keys)
     new = np.empty(len(keys), np.int64)
     new[ordered & ((1 << bits) - 1)] = np.cumsum(np.diff(ordered >> bits, prepend=ordered[:1] >> bits) != 0)
     return new
 
 
-def exact(problem: Problem, below: int, budget: Budget, *, any_count: bool = False, first: bool = False) -> Ints | None:
-    """The assignment with the smallest largest load, if one is below `below` (`first`: any such), by trying them all.
+def exact(
+    problem: Problem, below: int, budget: OperationBudget, *, any_count: bool = False, any_below: bool = False
+) -> IntArray | None:
+    """The assignment with the smallest_sum largest load, if that is below `below`, by trying them all.
 
-    The budget, one unit per try, must outlast it: where it is left with nothing, what is returned may not be the best.
+    `any_below`: the first one below it will do. The budget, one unit per try, must outlast the search: where it is left
+    with nothing, what is returned may not be the best.
     """
     order = descending(problem)
     costs = problem.costs[order].tolist()
     memory = [0] * len(costs) if problem.memory is None else problem.memory[order].tolist()
     room = [len(costs)] * problem.ranks if any_count else problem.counts.tolist()
     loads, held, path = [0] * problem.ranks, [0] * problem.ranks, [0] * len(costs)
-    smallest = np.concatenate(([0], np.cumsum(costs[::-1]))).tolist()  # sum of the n last samples
-    found: list[int] | None = None
+    smallest_sum = np.concatenate(([0], np.cumsum(costs[::-1]))).tolist()  # sum of the n last samples
+    best: list[int] | None = None
 
     def place(n: int) -> bool:
-        """Place sample n and those after it. True: enough."""
-        nonlocal below, found
+        """Place sample n and those after it. True: the search is over."""
+        nonlocal below, best
         if n == len(costs):
-            below, found = max(loads), path.copy()
-            return first
-        if not any_count and any(load + smallest[r] >= below for load, r in zip(loads, room, strict=True)):
+            below, best = max(loads), path.copy()
+            return any_below
+        if not any_count and any(load + smallest_sum[r] >= below for load, r in zip(loads, room, strict=True)):
             return False
         seen = set()
         for r in sorted(range(problem.ranks), key=loads.__getitem__):
@@ -261,15 +237,15 @@ def exact(problem: Problem, below: int, budget: Budget, *, any_count: bool = Fal
                 return True
             seen.add(state)
             loads[r], held[r], room[r], path[n] = loads[r] + costs[n], held[r] + memory[n], room[r] - 1, r
-            enough = place(n + 1)
+            stop = place(n + 1)
             loads[r], held[r], room[r] = state
-            if enough:
+            if stop:
                 return True
         return False
 
     place(0)
-    if found is None:
+    if best is None:
         return None
     rank = np.empty(len(costs), np.int64)
-    rank[order] = found
+    rank[order] = best
     return rank

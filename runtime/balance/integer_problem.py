@@ -1,4 +1,4 @@
-"""The problem that the balancer solves, in whole numbers, made from what a user gives; bad input is named here."""
+"""The problem that the balancer solves, in integers, made from what a user gives; bad input is named here."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-Ints = np.ndarray  # of int64
+IntArray = np.ndarray  # of int64
 
-ROOM = 62  # bits of a sample's key: its cost and its number
-_BYTES = 2.0**53
+KEY_BITS = 62  # of a sample's key: its cost, then its index
+_MAX_TOTAL_BYTES = 2.0**53
 
 
 class BalanceError(ValueError):
@@ -19,67 +19,67 @@ class BalanceError(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """Samples and ranks in whole numbers. `sizes` are bytes to move, `home` the rank that has a sample now."""
+    """Samples and ranks in integers. `sizes` are bytes to move, `home` the rank that has a sample now."""
 
-    costs: Ints
-    counts: Ints  # samples of each rank
-    home: Ints
-    sizes: Ints
-    memory: Ints | None
+    costs: IntArray
+    counts: IntArray  # samples of each rank
+    home: IntArray
+    sizes: IntArray
+    memory: IntArray | None
     cap: int  # bytes of memory a rank may hold; of no meaning without `memory`
-    bits: int  # that hold the number of a sample
+    index_bits: int  # that hold the index of a sample
 
     @property
     def ranks(self) -> int:
         return len(self.counts)
 
-    def target(self) -> int:
+    def load_lower_bound(self) -> int:
         """No assignment has a smaller largest load: the mean, and the longest sample with the shortest company."""
         if not len(self.costs):
             return 0
         mean, longest = -(-int(self.costs.sum()) // self.ranks), int(self.costs.max())
         if 2 * longest < mean:
             return mean
-        company = int(self.counts[self.counts > 0].min()) - 1
-        shortest = np.sort(self.costs)[:company]
+        others = int(self.counts[self.counts > 0].min()) - 1
+        shortest = np.sort(self.costs)[:others]
         return max(mean, longest + int(shortest.sum()))
 
 
-def number_bits(samples: int, ranks: int) -> int:
+def bits_for_index(samples: int, ranks: int) -> int:
     return max(samples, ranks, 2).bit_length()
 
 
-def whole_costs(costs: np.ndarray, bits: int) -> Ints:
-    """Costs as whole numbers whose sum has at most 62 - `bits` bits: the costs themselves where they are whole."""
-    room = ROOM - bits
+def integer_costs(costs: np.ndarray, bits: int) -> IntArray:
+    """Costs as integers whose sum has at most 62 - `bits` bits: the costs themselves where they are whole numbers."""
+    cost_bits = KEY_BITS - bits
     largest = float(costs.max(initial=0.0))
-    if largest * len(costs) < 2.0**room and (costs == np.rint(costs)).all():
+    if largest * len(costs) < 2.0**cost_bits and (costs == np.rint(costs)).all():
         return costs.astype(np.int64)
     exponent = int(np.frexp(largest)[1])
-    first = np.rint(np.ldexp(costs, room - bits - exponent)).astype(np.int64)  # at most room bits in all
-    more = max(0, room - 1 - int(first.sum()).bit_length())
-    return np.rint(np.ldexp(costs, room - bits - exponent + min(more, bits))).astype(np.int64)
+    scaled = np.rint(np.ldexp(costs, cost_bits - bits - exponent)).astype(np.int64)  # a sum of at most `cost_bits`
+    unused_bits = max(0, cost_bits - 1 - int(scaled.sum()).bit_length())
+    return np.rint(np.ldexp(costs, cost_bits - bits - exponent + min(unused_bits, bits))).astype(np.int64)
 
 
 def make_problem(
-    given: np.ndarray, ranks: int, counts: Any, home: Any, sizes: Any, memory: Any, memory_cap: float | None
+    costs: np.ndarray, ranks: int, counts: Any, home: Any, sizes: Any, memory: Any, memory_cap: float | None
 ) -> Problem:
-    samples = len(given)
+    samples = len(costs)
     if isinstance(ranks, bool) or not isinstance(ranks, (int, np.integer)) or ranks < 1:
         raise BalanceError(f"freescale: balance wants a whole number of ranks, at least 1; found {ranks!r}")
     even = np.full(ranks, samples // ranks) + (np.arange(ranks) < samples % ranks)
-    at = None if home is None else checked_whole("home", home, samples, int(ranks) - 1)
+    home_rank = None if home is None else checked_integers("home", home, samples, int(ranks) - 1)
     if counts is not None:
-        wanted = checked_whole("counts", counts, int(ranks), None)
+        wanted = checked_integers("counts", counts, int(ranks), None)
         if int(wanted.sum()) != samples:
             raise BalanceError(
-                f"freescale: counts {shortened(wanted)} add up to {int(wanted.sum())}, but there are {samples} samples"
+                f"freescale: counts {short_text(wanted)} add up to {int(wanted.sum())}, but there are {samples} samples"
             )
     else:
-        have = even if at is None else np.bincount(at, minlength=ranks)
+        have = even if home_rank is None else np.bincount(home_rank, minlength=ranks)
         wanted = have if np.ptp(have) <= 1 else even  # as equal as can be, without moving what need not move
-    if at is None:
-        at = np.repeat(np.arange(ranks), wanted)
+    if home_rank is None:
+        home_rank = np.repeat(np.arange(ranks), wanted)
     if (memory is None) != (memory_cap is None):
         raise BalanceError("freescale: balance wants both memory and memory_cap, or neither")
     cap = 0
@@ -89,50 +89,50 @@ def make_problem(
                 f"freescale: the memory cap must be a finite number of bytes, at least 0; found {memory_cap}"
             )
         cap = int(memory_cap)
-    bits = number_bits(samples, int(ranks))
-    size = np.ones(samples, np.int64) if sizes is None else _bytes("sizes", sizes, samples)
-    held = None if memory is None else _bytes("memory", memory, samples)
-    return Problem(whole_costs(given, bits), wanted, at, size, held, cap, bits)
+    bits = bits_for_index(samples, int(ranks))
+    size = np.ones(samples, np.int64) if sizes is None else _checked_bytes("sizes", sizes, samples)
+    held = None if memory is None else _checked_bytes("memory", memory, samples)
+    return Problem(integer_costs(costs, bits), wanted, home_rank, size, held, cap, bits)
 
 
 def checked_numbers(name: str, values: Any, samples: int | None) -> np.ndarray:
     """One finite number, not negative, for each sample."""
     try:
-        found = np.asarray(values, dtype=np.float64)
+        numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as e:
         raise BalanceError(f"freescale: {name} must be numbers, found {type(values).__name__}: {e}") from None
-    if found.ndim != 1:
-        raise BalanceError(f"freescale: {name} must have 1 dimension, found {found.ndim}")
-    if samples is not None and len(found) != samples:
+    if numbers.ndim != 1:
+        raise BalanceError(f"freescale: {name} must have 1 dimension, found {numbers.ndim}")
+    if samples is not None and len(numbers) != samples:
         raise BalanceError(
-            f"freescale: {name} must have one number for each of the {samples} samples, found {len(found)}"
+            f"freescale: {name} must have one number for each of the {samples} samples, found {len(numbers)}"
         )
-    wrong = np.flatnonzero(~((found >= 0) & (found < np.inf)))
+    wrong = np.flatnonzero(~((numbers >= 0) & (numbers < np.inf)))
     if len(wrong):
         raise BalanceError(
-            f"freescale: {name} must be finite and not negative; sample {wrong[0]} has {found[wrong[0]]} "
-            f"({len(wrong)} of {len(found)} are wrong)"
+            f"freescale: {name} must be finite and not negative; sample {wrong[0]} has {numbers[wrong[0]]} "
+            f"({len(wrong)} of {len(numbers)} are wrong)"
         )
-    return found
+    return numbers
 
 
-def _bytes(name: str, values: Any, samples: int) -> np.ndarray:
-    found = np.ceil(checked_numbers(name, values, samples))
-    if float(found.sum()) >= _BYTES:
-        raise BalanceError(f"freescale: {name} are bytes; together {found.sum():.3g} are more than can be counted")
-    return found.astype(np.int64)
+def _checked_bytes(name: str, values: Any, samples: int) -> np.ndarray:
+    n_bytes = np.ceil(checked_numbers(name, values, samples))
+    if float(n_bytes.sum()) >= _MAX_TOTAL_BYTES:
+        raise BalanceError(f"freescale: {name} are bytes; together {n_bytes.sum():.3g} are more than can be counted")
+    return n_bytes.astype(np.int64)
 
 
-def checked_whole(name: str, values: Any, length: int, largest: int | None) -> np.ndarray:
+def checked_integers(name: str, values: Any, length: int, largest: int | None) -> np.ndarray:
     """Whole numbers, not negative."""
-    found = np.asarray(values)
-    if found.ndim != 1 or len(found) != length:
+    array = np.asarray(values)
+    if array.ndim != 1 or len(array) != length:
         raise BalanceError(
-            f"freescale: {name} must have {length} numbers in 1 dimension, found the shape {found.shape}"
+            f"freescale: {name} must have {length} numbers in 1 dimension, found the shape {array.shape}"
         )
-    if length and found.dtype.kind not in "iu":
-        raise BalanceError(f"freescale: {name} must be whole numbers, found {found.dtype}")
-    whole = found.astype(np.int64)
+    if length and array.dtype.kind not in "iu":
+        raise BalanceError(f"freescale: {name} must be whole numbers, found {array.dtype}")
+    whole = array.astype(np.int64)
     if length and (whole.min() < 0 or (largest is not None and whole.max() > largest)):
         limit = "at least 0" if largest is None else f"between 0 and {largest}"
         raise BalanceError(
@@ -141,5 +141,5 @@ def checked_whole(name: str, values: Any, length: int, largest: int | None) -> n
     return whole
 
 
-def shortened(values: np.ndarray) -> str:
+def short_text(values: np.ndarray) -> str:
     return str(values.tolist()) if len(values) <= 8 else f"[{', '.join(map(str, values[:6]))}, ... {values[-1]}]"

@@ -41,31 +41,20 @@ class LengthCost:
         return self.a * length + self.b * length * length
 
 
-@dataclass(frozen=True)
-class LengthBytes:
-    """Bytes of memory of a sample: per_sample + per_position * L."""
-
-    per_position: float
-    per_sample: float = 0.0
-
-    def __call__(self, *lengths: np.ndarray) -> np.ndarray:
-        return self.per_sample + self.per_position * total_length(*lengths)
-
-
 def total_length(*lengths: np.ndarray) -> np.ndarray:
     return np.sum([np.asarray(x, np.float64) for x in lengths], axis=0)
 
 
 def costs_of(cost: Callable[..., Any], lengths: Mapping[str, Any], what: str = "cost") -> np.ndarray:
     """The cost of each sample; an error names the field, or the function and the sample, that is wrong."""
-    fields = {name: _lengths(name, values) for name, values in lengths.items()}
+    fields = {name: _checked_lengths(name, values) for name, values in lengths.items()}
     if not fields:
         raise BalanceError(f"freescale: the {what} of a sample needs the lengths of at least one field; found none")
     sizes = {name: len(values) for name, values in fields.items()}
     samples = next(iter(sizes.values()))
     if len(set(sizes.values())) > 1:
-        found = ", ".join(f"{name!r} {size}" for name, size in sizes.items())
-        raise BalanceError(f"freescale: the features of a batch must have equally many samples; found {found}")
+        listed = ", ".join(f"{name!r} {size}" for name, size in sizes.items())
+        raise BalanceError(f"freescale: the features of a batch must have equally many samples; found {listed}")
     name = getattr(cost, "__name__", type(cost).__name__)
     returned = cost(*fields.values())
     try:
@@ -81,34 +70,34 @@ def costs_of(cost: Callable[..., Any], lengths: Mapping[str, Any], what: str = "
         )
     wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)))
     if len(wrong):
-        at = int(wrong[0])
-        found = ", ".join(f"{field!r} {fields[field][at]}" for field in fields)
+        first = int(wrong[0])
+        its_lengths = ", ".join(f"{field!r} {fields[field][first]}" for field in fields)
         raise BalanceError(
-            f"freescale: the {what} function {name} must return finite numbers that are not negative; sample {at} "
-            f"(lengths: {found}) has {values[at]}, {len(wrong)} of {samples} are wrong"
+            f"freescale: the {what} function {name} must return finite numbers that are not negative; sample {first} "
+            f"(lengths: {its_lengths}) has {values[first]}, {len(wrong)} of {samples} are wrong"
         )
     return values
 
 
-def _lengths(name: str, values: Any) -> np.ndarray:
-    found = np.asarray(values)
-    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iuf"):
+def _checked_lengths(name: str, values: Any) -> np.ndarray:
+    lengths = np.asarray(values)
+    if lengths.ndim != 1 or (len(lengths) and lengths.dtype.kind not in "iuf"):
         raise BalanceError(
             f"freescale: the lengths of feature {name!r} must be numbers in 1 dimension, "
-            f"found {found.dtype} in {found.ndim}"
+            f"found {lengths.dtype} in {lengths.ndim}"
         )
-    wrong = np.flatnonzero(~((found >= 0) & np.isfinite(found)))
+    wrong = np.flatnonzero(~((lengths >= 0) & np.isfinite(lengths)))
     if len(wrong):
         raise BalanceError(
             f"freescale: the lengths of feature {name!r} must be finite and not negative; "
-            f"sample {wrong[0]} has {found[wrong[0]]}"
+            f"sample {wrong[0]} has {lengths[wrong[0]]}"
         )
-    return found
+    return lengths
 
 
-_HUBER = 1.345  # residuals beyond so many deviations count less
-_ROUNDS = 20
-_USUAL_NOISE, _FEW = 0.05, 8  # of a time, as a share of it, until there are more than a few
+_HUBER_THRESHOLD = 1.345  # residuals beyond so many standard deviations count less
+_MAX_ITERATIONS = 20
+_PRIOR_NOISE, _PRIOR_NOISE_ROWS = 0.05, 8  # of a measured time, as a share of it; and how many rows that counts for
 
 
 class FittedCost:
@@ -149,9 +138,9 @@ class FittedCost:
         for name, values in (("features", x), ("seconds", y)):
             wrong = np.argwhere(~((values >= 0) & (values < np.inf)))
             if len(wrong):
-                at = tuple(wrong[0])
+                first = tuple(wrong[0])
                 raise BalanceError(
-                    f"freescale: {name} of a step must be finite and not negative; rank {at[0]} has {values[at]}"
+                    f"freescale: {name} of a step must be finite and not negative; rank {first[0]} has {values[first]}"
                 )
         used = (y > 0) & (x[:, 0] > 0)
         if not used.any():
@@ -159,10 +148,6 @@ class FittedCost:
         self.rows.append((x[used], y[used]))
         self.steps += 1
         self._fit()
-
-    def predict(self, features: Any) -> np.ndarray:
-        """Seconds that each rank should take; in the prior's unit as long as nothing was observed."""
-        return self.constant + np.asarray(features, np.float64) @ np.array([self.current.a, self.current.b])
 
     def stats(self) -> dict[str, float]:
         """The fit as it stands, for logs and statistics. `equal_at`: length at which both terms cost the same."""
@@ -211,21 +196,21 @@ def robust_fit(terms: np.ndarray, y: np.ndarray, prior: np.ndarray, spread: floa
 
     Iteratively reweighted least squares. `prior` is what they are before there are rows, known to `spread`.
     """
-    found, weights, noise = prior, np.ones(len(y)), 1.0
-    for _ in range(_ROUNDS):
-        left = y - terms @ found
-        seen = 1.4826 * float(np.median(np.abs(left)))
-        noise = (
-            (len(y) * seen**2 + _FEW * _USUAL_NOISE**2) / (len(y) + _FEW)
-        ) ** 0.5  # few rows can all lie on the line
-        weights = np.minimum(1.0, _HUBER * noise / np.maximum(np.abs(left), 1e-300))
+    coefficients, noise = prior, 1.0
+    for _ in range(_MAX_ITERATIONS):
+        residuals = y - terms @ coefficients
+        deviation = 1.4826 * float(np.median(np.abs(residuals)))
+        noise = (  # few rows can all lie on the line
+            (len(y) * deviation**2 + _PRIOR_NOISE_ROWS * _PRIOR_NOISE**2) / (len(y) + _PRIOR_NOISE_ROWS)
+        ) ** 0.5
+        weights = np.minimum(1.0, _HUBER_THRESHOLD * noise / np.maximum(np.abs(residuals), 1e-300))
         strength = (noise / spread) ** 2
         gram = (terms * weights[:, None]).T @ terms + strength * np.eye(len(prior))
         new = _least_squares(gram, terms.T @ (weights * y) + strength * prior)
-        if np.abs(new - found).max() < 1e-6:
+        if np.abs(new - coefficients).max() < 1e-6:
             return new, noise
-        found = new
-    return found, noise
+        coefficients = new
+    return coefficients, noise
 
 
 def _least_squares(gram: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -234,9 +219,9 @@ def _least_squares(gram: np.ndarray, right: np.ndarray) -> np.ndarray:
         return best
     best, best_value = np.zeros(len(right)), 0.0
     for chosen in range(1, 1 << len(right)):
-        at = np.array([i for i in range(len(right)) if chosen >> i & 1])
+        index = np.array([i for i in range(len(right)) if chosen >> i & 1])
         x = np.zeros(len(right))
-        x[at] = np.linalg.solve(gram[np.ix_(at, at)], right[at])
+        x[index] = np.linalg.solve(gram[np.ix_(index, index)], right[index])
         value = float(x @ gram @ x / 2 - right @ x)
         if (x >= 0).all() and value < best_value:
             best, best_value = x, value

@@ -7,7 +7,7 @@ answer. It moves nothing; it does not know what a batch is. The methods are in a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,55 +17,19 @@ from freescale.runtime.balance.integer_problem import (
     BalanceError,
     Problem,
     checked_numbers,
-    checked_whole,
+    integer_costs,
     make_problem,
-    shortened,
-    whole_costs,
+    short_text,
 )
-from freescale.runtime.balance.memory_cap import Goal, improved, repaired
-from freescale.runtime.balance.swaps import Budget, Groups, improve
+from freescale.runtime.balance.local_steps import balance_locally
+from freescale.runtime.balance.memory_cap import StopCriteria, fit_to_cap, improve_within_cap, over_cap
+from freescale.runtime.balance.partition import Partition
+from freescale.runtime.balance.result import BalanceResult, make_result
+from freescale.runtime.balance.swaps import OperationBudget, improve
 
 METHODS = ("default", "none", "zigzag", "lpt", "kk", "local", "variable")
-_SMALL = 10  # samples: so few that all assignments are tried
-_TRIES = 50_000  # of them, at most
-
-
-@dataclass(frozen=True)
-class Balanced:
-    """Where every sample goes.
-
-    rank           rank of each sample
-    step           step of each sample; 0 but for the method `local`
-    order          all samples, by rank, then step, then as given: the batches that the ranks should have
-    counts         samples of each rank
-    loss_weights   per sample. If each rank averages loss * weight over its samples and the ranks' results are averaged
-                   (as DDP does), the result is the mean over all samples. All 1 if all ranks have equal counts
-    loads          cost of each rank
-    straggler      share of the time that the average rank waits for the slowest: 1 - mean load / largest load
-    before         the same if every sample stays at home
-    bound          the same if the largest load were max(mean load, longest sample): no assignment is better
-    moved_bytes    bytes that leave their home rank (samples, if no sizes are given)
-    oversized      samples that cost more than the mean load of a rank: nothing can balance these
-    method         what made this assignment
-    """
-
-    rank: np.ndarray
-    step: np.ndarray
-    order: np.ndarray
-    counts: np.ndarray
-    loss_weights: np.ndarray
-    loads: np.ndarray
-    straggler: float
-    before: float
-    bound: float
-    moved_bytes: int
-    oversized: np.ndarray
-    method: str
-
-    def samples_of(self, rank: int) -> np.ndarray:
-        """The samples of one rank, in their order."""
-        end = int(self.counts[: rank + 1].sum())
-        return self.order[end - int(self.counts[rank]) : end]
+_SMALL = 10  # samples: so few that all assignments are tried,
+_MAX_TRIES = 50_000  # or this many of them
 
 
 def balance(
@@ -83,7 +47,7 @@ def balance(
     steps: int | None = None,
     tolerance: float = 2e-4,
     budget: int | None = None,
-) -> Balanced:
+) -> BalanceResult:
     """Give every sample to a rank.
 
     costs        of each sample, in any unit; lengths will do where the work grows with the length
@@ -103,148 +67,109 @@ def balance(
     """
     if method not in METHODS:
         raise BalanceError(f"freescale: balance knows the methods {', '.join(METHODS)}; found {method!r}")
-    given = checked_numbers("costs", costs, None)
-    problem = make_problem(given, ranks, counts, home, sizes, memory, memory_cap)
+    costs = checked_numbers("costs", costs, None)
+    problem = make_problem(costs, ranks, counts, home, sizes, memory, memory_cap)
     if method == "local":
-        return _local(problem, given, base, steps)
+        return balance_locally(problem, costs, base, steps)
     if method == "none":
-        if counts is not None and (np.bincount(problem.home, minlength=ranks) != problem.counts).any():
-            raise BalanceError(
-                "freescale: the method 'none' moves nothing, but the counts asked for are not those at home"
-            )
-        groups, made_by = Groups(problem, problem.home), "none"
-        if not groups.fits():
-            raise BalanceError(_over_cap("none", groups.memory.max(), problem.cap))
+        partition = _unmoved(problem, counts_given=counts is not None)
     elif method == "variable":
-        groups, made_by = _variable(problem, given, alpha, Goal(problem, tolerance, budget)), "variable"
+        partition = _variable(problem, costs, alpha, StopCriteria(problem, tolerance, budget))
     elif method == "default":
-        groups, made_by = _default(problem, Goal(problem, tolerance, budget))
+        partition, start = _default(problem, StopCriteria(problem, tolerance, budget))
+        method = f"default ({start})"
     else:
-        groups = Groups(problem, _start(method, problem))
-        if not groups.fits():
-            groups = repaired(groups)
-            improve(groups, problem.target(), 0, Goal(problem, tolerance, budget).budget)
-        groups, made_by = Groups(problem, assignment.fewest_moves(problem, groups.rank())), method
-    return _result(problem, given, groups.rank(), made_by)
+        partition = _plain(method, problem, tolerance, budget)
+    return make_result(problem, costs, partition.sample_ranks(), method)
+
+
+def _unmoved(problem: Problem, counts_given: bool) -> Partition:
+    if counts_given and (np.bincount(problem.home, minlength=problem.ranks) != problem.counts).any():
+        raise BalanceError("freescale: the method 'none' moves nothing, but the counts asked for are not those at home")
+    partition = Partition(problem, problem.home)
+    if not partition.fits_memory():
+        raise over_cap("none", partition.memory.max(), problem.cap)
+    return partition
+
+
+def _plain(method: str, problem: Problem, tolerance: float, budget: int | None) -> Partition:
+    """What one method alone gives; swaps only where that breaks the memory cap."""
+    partition = Partition(problem, _start(method, problem))
+    if not partition.fits_memory():
+        partition = fit_to_cap(partition)
+        improve(partition, problem.load_lower_bound(), 0, StopCriteria(problem, tolerance, budget).budget)
+    return Partition(problem, assignment.fewest_moves(problem, partition.sample_ranks()))
 
 
 def _start(method: str, problem: Problem) -> np.ndarray:
+    """The rank of each sample by a method that knows nothing of memory or of bytes."""
     if method == "kk" and np.ptp(problem.counts) > 1:
-        raise BalanceError(f"freescale: the method 'kk' wants equal counts; found {shortened(problem.counts)}")
+        raise BalanceError(f"freescale: the method 'kk' wants equal counts; found {short_text(problem.counts)}")
     return {"zigzag": assignment.zigzag, "lpt": assignment.lpt, "kk": assignment.kk}[method](problem)
 
 
-def _default(problem: Problem, good: Goal) -> tuple[Groups, str]:
-    """From home by swaps; if that is not good enough, from the other starting points too; the best of them all."""
-    candidates: list[tuple[Groups, str]] = []
-    uneven = np.bincount(problem.home, minlength=problem.ranks) != problem.counts
-    rank = assignment.at_home(problem) if uneven.any() else problem.home
-    large = bool(problem.costs.max(initial=0) * problem.ranks > problem.costs.sum())
-    for method in ("home", "lpt", "kk"):
-        if method == "kk" and np.ptp(problem.counts) > 1:
+def _default(problem: Problem, stop: StopCriteria) -> tuple[Partition, str]:
+    """From home by swaps; if that is not good enough, from the other starts too. The best, and the start it has."""
+    candidates = _candidates(problem, stop)
+    if len(problem.costs) <= _SMALL:
+        least = min(int(p.loads.max(initial=0)) for p, _ in candidates)
+        rank = assignment.exact(problem, least, OperationBudget(_MAX_TRIES))
+        if rank is not None:
+            candidates.append((Partition(problem, assignment.fewest_moves(problem, rank)), "exact"))
+    if len(candidates) == 1:
+        return candidates[0]
+    largest = [int(p.loads.max(initial=0)) for p, _ in candidates]
+    good_enough = min(largest) + stop.slack
+    if not _counts_differ_at_home(problem):  # never above what no balancing gives
+        unbalanced = int(Partition(problem, problem.home).loads.max(initial=0))
+        good_enough = min(good_enough, max(min(largest), unbalanced))
+    equal = [c for c, load in zip(candidates, largest, strict=True) if load <= good_enough]
+    return min(equal, key=lambda c: c[0].moved_bytes())
+
+
+def _candidates(problem: Problem, stop: StopCriteria) -> list[tuple[Partition, str]]:
+    """Partitions improved by swaps, each with the name of its start, up to the first that is good enough."""
+    candidates: list[tuple[Partition, str]] = []
+    rank = assignment.stay_home(problem) if _counts_differ_at_home(problem) else problem.home
+    oversized = bool(problem.costs.max(initial=0) * problem.ranks > problem.costs.sum())
+    for start in ("home", "lpt", "kk"):
+        if start == "kk" and np.ptp(problem.counts) > 1:
             continue
-        if method != "home":
-            if not good.budget.spend(20 * len(rank)):
+        if start != "home":
+            if not stop.budget.spend(20 * len(rank)):
                 break
-            rank = assignment.fewest_moves(problem, _start(method, problem))
-        share = Budget(good.budget.left // 2)
-        good.budget.left -= share.left
-        room = assignment.with_room(problem, rank, good.target + good.slack) if large and method == "home" else rank
-        groups, done = improved(problem, room, good, share)
-        good.budget.left += share.left
-        candidates.append((groups, method))
-        if large and method == "home" and (groups := Groups(problem, rank)).fits():
-            candidates.append((groups, "none"))  # making room may have cost more than it brought
+            rank = assignment.fewest_moves(problem, _start(start, problem))
+        half = OperationBudget(stop.budget.left // 2)
+        stop.budget.left -= half.left
+        make_room = oversized and start == "home"
+        improved = assignment.make_room(problem, rank, stop.target + stop.slack) if make_room else rank
+        partition, done = improve_within_cap(problem, improved, stop, half)
+        stop.budget.left += half.left
+        candidates.append((partition, start))
+        if make_room and (partition := Partition(problem, rank)).fits_memory():
+            candidates.append((partition, "none"))  # making room may have cost more than it brought
         if done:
             break
-    if len(problem.costs) <= _SMALL:
-        least = min(int(g.loads.max(initial=0)) for g, _ in candidates)
-        best = assignment.exact(problem, least, Budget(_TRIES))
-        if best is not None:
-            candidates.append((Groups(problem, assignment.fewest_moves(problem, best)), "exact"))
-    if len(candidates) == 1:
-        return candidates[0][0], f"default ({candidates[0][1]})"
-    largest = [int(g.loads.max(initial=0)) for g, _ in candidates]
-    as_good = min(largest) + good.slack
-    if not uneven.any():  # never above what no balancing gives
-        as_good = min(as_good, max(min(largest), int(Groups(problem, problem.home).loads.max(initial=0))))
-    equal = [c for c, load in zip(candidates, largest, strict=True) if load <= as_good]
-    groups, method = min(equal, key=lambda c: c[0].moved())
-    return groups, f"default ({method})"
+    return candidates
 
 
-def _variable(problem: Problem, given: np.ndarray, alpha: float, good: Goal) -> Groups:
+def _counts_differ_at_home(problem: Problem) -> bool:
+    return bool((np.bincount(problem.home, minlength=problem.ranks) != problem.counts).any())
+
+
+def _variable(problem: Problem, costs: np.ndarray, alpha: float, stop: StopCriteria) -> Partition:
     """Least loaded first with any counts, for costs ** alpha."""
     if not np.isfinite(alpha):
         raise BalanceError(f"freescale: alpha must be a finite number, found {alpha}")
     if alpha != 1.0:
         powers = checked_numbers(
-            f"costs ** {alpha}", np.power(given, alpha, where=given > 0, out=np.zeros_like(given)), len(given)
+            f"costs ** {alpha}", np.power(costs, alpha, where=costs > 0, out=np.zeros_like(costs)), len(costs)
         )
-        problem = replace(problem, costs=whole_costs(powers, problem.bits))
+        problem = replace(problem, costs=integer_costs(powers, problem.index_bits))
     rank = assignment.lpt(problem, any_count=True)
-    if not Groups(problem, rank).fits():
-        rank = repaired(Groups(problem, rank), any_count=True).rank()
+    if not Partition(problem, rank).fits_memory():
+        rank = fit_to_cap(Partition(problem, rank), any_count=True).sample_ranks()
     problem = replace(problem, counts=np.bincount(rank, minlength=problem.ranks))
-    groups = Groups(problem, assignment.fewest_moves(problem, rank))
-    improve(groups, problem.target(), good.slack, good.budget)
-    return groups
-
-
-def _local(problem: Problem, given: np.ndarray, base: Any, steps: int | None) -> Balanced:
-    if base is None:
-        raise BalanceError("freescale: the method 'local' wants the base batch of each sample (base=...)")
-    batch = checked_whole("base", base, len(given), None)
-    batches = int(batch.max(initial=0)) + 1
-    steps = -(-batches // 2) if steps is None else steps
-    if not 1 <= steps <= batches:
-        raise BalanceError(f"freescale: {batches} base batches make between 1 and {batches} steps; found steps={steps}")
-    at = problem.home * batches + batch
-    loads = np.bincount(at, problem.costs.astype(np.float64), minlength=problem.ranks * batches)
-    step = assignment.local(loads.reshape(problem.ranks, batches), steps)[problem.home, batch]
-    if problem.memory is not None:
-        held = np.bincount(problem.home * steps + step, problem.memory.astype(np.float64))
-        if held.max(initial=0) > problem.cap:
-            raise BalanceError(_over_cap("local", held.max(), problem.cap))
-    return _result(problem, given, problem.home, "local", step, batch * steps // batches, steps)
-
-
-def _over_cap(method: str, held: float, cap: int) -> str:
-    return f"freescale: the method {method!r} leaves {int(held)} bytes of memory on a rank, above the cap of {cap}"
-
-
-def _result(
-    problem: Problem,
-    given: np.ndarray,
-    rank: np.ndarray,
-    method: str,
-    step: np.ndarray | None = None,
-    was: np.ndarray | None = None,
-    steps: int = 1,
-) -> Balanced:
-    """`step` of each sample, and what it `was` before; None: all in one."""
-    ranks, samples = problem.ranks, len(given)
-    now = np.zeros(samples, np.int64) if step is None else step
-    total = float(given.sum())
-    loads, straggler = _straggler(given, rank, now, ranks, steps)
-    before = _straggler(given, problem.home, now if was is None else was, ranks, steps)[1]
-    bound = max(total / ranks, float(given.max(initial=0.0)))
-    at = rank if step is None else now * ranks + rank
-    members = np.bincount(at, minlength=steps * ranks)
-    weights = (members * np.repeat(ranks / np.maximum(members.reshape(steps, ranks).sum(1), 1), ranks))[at]
-    order = np.argsort(rank if step is None else rank * steps + step, kind="stable")
-    return Balanced(
-        rank=rank, step=now, order=order, counts=np.bincount(rank, minlength=ranks), loss_weights=weights, loads=loads,
-        straggler=straggler, before=before, bound=1 - total / ranks / bound if bound else 0.0,
-        moved_bytes=int(problem.sizes[rank != problem.home].sum()),
-        oversized=np.flatnonzero(given > total / ranks) if ranks > 1 else np.zeros(0, np.int64), method=method,
-    )  # fmt: skip
-
-
-def _straggler(
-    costs: np.ndarray, rank: np.ndarray, step: np.ndarray, ranks: int, steps: int
-) -> tuple[np.ndarray, float]:
-    """Load of each rank, and the share of the time that the average rank waits for the slowest, step by step."""
-    loads = np.bincount(step * ranks + rank, costs, minlength=steps * ranks).reshape(steps, ranks)
-    longest = float(loads.max(1).sum())
-    return loads.sum(0), max(0.0, 1 - float(loads.sum()) / ranks / longest) if longest else 0.0
+    partition = Partition(problem, assignment.fewest_moves(problem, rank))
+    improve(partition, problem.load_lower_bound(), stop.slack, stop.budget)
+    return partition

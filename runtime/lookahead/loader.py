@@ -28,7 +28,8 @@ from freescale.runtime.lookahead import compiled_parts, rank_meetings
 from freescale.runtime.lookahead.loop_state import Planned, Run
 from freescale.runtime.lookahead.planner import Planner
 from freescale.runtime.meter import METER
-from freescale.runtime.samples.batch_balancer import BalanceOptions, Balancer, Moved, send_home
+from freescale.runtime.samples.batch_balancer import BalanceOptions, BatchBalancer, SampleInfo
+from freescale.runtime.samples.restore_outputs import restore_outputs
 
 _STATS_KEPT = 10_000
 # For `restore`, in the user's thread: nothing comes between its collectives and those of the training or of planning.
@@ -95,7 +96,7 @@ class LookaheadLoader:
         # What a sample costs; if it is fitted, the fit goes on from loop to loop.
         self.cost = None if self._balance is None else self._balance.cost or FittedCost()
         self._balance_stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
-        self._moved: Moved | None = None  # of the batch that was handed out last
+        self._moved: SampleInfo | None = None  # of the batch that was handed out last
         self._open = False
         self._state: Any = None  # of the loader behind that batch; None: the loader's own is right
 
@@ -164,9 +165,9 @@ class LookaheadLoader:
         group = _home_groups.get(self._tables)
         if group is None:
             group = _home_groups[self._tables] = self._tables.cpu_group()
-        return send_home(outputs, self._last_moved().origin, group)
+        return restore_outputs(outputs, self._last_moved().origin, group)
 
-    def _last_moved(self) -> Moved:
+    def _last_moved(self) -> SampleInfo:
         if self._moved is None:
             why = "no batch has been handed out" if self._balance else "the loader does not balance (balance=True)"
             raise RuntimeError(f"freescale: where samples come from is not known: {why}")
@@ -202,13 +203,13 @@ class LookaheadLoader:
             atexit.unregister(close)
             close()
 
-    def _balancer(self, group: dist.ProcessGroup) -> Balancer | None:
+    def _balancer(self, group: dist.ProcessGroup) -> BatchBalancer | None:
         if self._balance is None or self.cost is None:
             return None
         features = list(dict.fromkeys(f for x in self.exchanges for f in x.features))
-        return Balancer(self._balance, self.cost, features, group, self._balance_stats)
+        return BatchBalancer(self._balance, self.cost, features, group, self._balance_stats)
 
-    def _hand_out(self, run: Run, item: Planned, balancer: Balancer | None) -> Any:
+    def _hand_out(self, run: Run, item: Planned, balancer: BatchBalancer | None) -> Any:
         batch = batch_structure.move(item.batch, self.exchanges[0].anchor.device)
         trained = run.current is not None and run.current.used
         run.hand_out(item, batch)

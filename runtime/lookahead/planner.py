@@ -30,7 +30,7 @@ from freescale.kernels.planning import exchange_plan, row_requests
 from freescale.runtime import batch_structure
 from freescale.runtime.balance.integer_problem import BalanceError
 from freescale.runtime.lookahead.loop_state import Planned
-from freescale.runtime.samples.batch_balancer import Balancer
+from freescale.runtime.samples.batch_balancer import BatchBalancer
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
 from freescale.runtime.tables.table_exchange import Exchange
@@ -38,7 +38,7 @@ from freescale.runtime.tables.table_exchange import Exchange
 log = logging.getLogger(__name__)
 
 _GOES_ON, _ENDED, _FAILED = range(3)
-_NOT_BALANCED = [-1, 0]  # in place of what a Balancer says
+_NOT_BALANCED = [-1, 0]  # in place of what a BatchBalancer says
 _LOOK_EVERY = 60.0  # seconds that the user's thread waits for a batch before it looks after the background thread
 _STORE_ANSWERS = 5.0  # seconds; a rank that keeps the store may be the one that is gone
 _running: dict[str, threading.Thread] = {}  # by group: the thread that plans over it
@@ -54,7 +54,7 @@ class Planner:
         group: dist.ProcessGroup,
         strict: bool,
         timeout: float,
-        balancer: Balancer | None,
+        balancer: BatchBalancer | None,
     ) -> None:
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
         self.timeout, self.balancer = timeout, balancer
@@ -172,7 +172,7 @@ class Planner:
                 if self.balancer is None:
                     ids = self._ids(batch)
                 else:
-                    says = self.balancer.read(number, batch)
+                    says = self.balancer.prepare(number, batch)
             except StopIteration:
                 status = _ENDED
             except BaseException as e:  # noqa: BLE001  (the other ranks must hear of it)
@@ -196,12 +196,12 @@ class Planner:
             before, asked_before, self._number, self._since = after, asked, number + 1, None
 
     def _move(
-        self, balancer: Balancer, number: int, heard: list[list[int]]
+        self, balancer: BatchBalancer, number: int, heard: list[list[int]]
     ) -> tuple[bool, BaseException | None, Any, list[list[torch.Tensor]]]:
         """The balanced batch and its ids. Does every rank go on?"""
         batch, ids, status, error = None, [], _GOES_ON, None
         try:
-            batch = balancer.move(heard)
+            batch = balancer.balance(heard)
         except BalanceError as e:  # on every rank alike; anything else may have come between its collectives
             status, error = _FAILED, e
         else:

@@ -7,7 +7,7 @@ are those that sample_columns.py makes of host tensors and travel in the same me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -20,8 +20,8 @@ from freescale.runtime import batch_structure
 _ALIGNED = 16  # bytes, as kernels expect of a tensor that is no slice of another
 
 
-class Travel:
-    """Tensors of one device between ranks: `pack`, exchange the pieces, `unpack`.
+class DevicePacker:
+    """Packs the tensors of one device for other ranks: `pack`, exchange the pieces, `unpack`.
 
     `rows` are [rows, ...] each, by feature, then by sample. Counts are rows of each feature and sample, [features,
     samples], of each tensor. Peers are the other ranks, then this one: what stays is at the end of every slab.
@@ -31,27 +31,31 @@ class Travel:
         self.rows, self.me, self.device = rows, me, rows[0].device
         self.others = [rank for rank in range(ranks) if rank != me]
         self.peers = [*self.others, me]
-        self._plain = {i: _plain(r) for i, r in enumerate(rows) if 0 not in r.shape[1:]}  # the others have no bytes
-        self._of_size: dict[int, list[int]] = {}
-        for i, x in self._plain.items():
-            self._of_size.setdefault(x.element_size(), []).append(i)
+        # By index; the other tensors have no bytes.
+        self._packable = {i: _as_plain_elements(r) for i, r in enumerate(rows) if 0 not in r.shape[1:]}
+        self._by_element_size: dict[int, list[int]] = {}
+        for i, x in self._packable.items():
+            self._by_element_size.setdefault(x.element_size(), []).append(i)
         self._staying: dict[int, torch.Tensor] = {}
 
-    def pack(self, counts: Sequence[np.ndarray], to: np.ndarray) -> list[list[torch.Tensor]]:
+    def pack(self, counts: Sequence[np.ndarray], destination: np.ndarray) -> list[list[torch.Tensor]]:
         """For each tensor, for each rank, the bytes that go there, on the host; none for this rank. Sample i goes to
-        rank to[i]."""
+        rank destination[i]."""
         pieces = [[torch.empty(0, dtype=torch.uint8)] * len(self.peers) for _ in self.rows]
-        if not self._plain:
+        if not self._packable:
             return pieces
-        with _using(self.device):
-            slabs = self._dispatch(counts, to)
-            n_bytes = {i: _rows_by_rank(counts[i], to, len(self.peers)) * _row_bytes(x) for i, x in self._plain.items()}
-            for size, mine in self._of_size.items():
+        with _device_guard(self.device):
+            slabs = self._dispatch(counts, destination)
+            n_bytes = {
+                i: _rows_by_rank(counts[i], destination, len(self.peers)) * _row_bytes(x)
+                for i, x in self._packable.items()
+            }
+            for size, mine in self._by_element_size.items():
                 stays = sum(int(n_bytes[i][self.me]) for i in mine) // size
                 leaves = slabs.data[size].shape[0] - stays
                 slabs.data[size], self._staying[size] = slabs.data[size].split([leaves, stays])
-            leaving = batch_structure.to_host([slabs.data[size] for size in self._of_size])
-        for mine, slab in zip(self._of_size.values(), leaving, strict=True):
+            leaving = batch_structure.to_host([slabs.data[size] for size in self._by_element_size])
+        for mine, slab in zip(self._by_element_size.values(), leaving, strict=True):
             places = [(i, rank) for rank in self.others for i in mine]
             parts = slab.view(torch.uint8).split([int(n_bytes[i][rank]) for i, rank in places])
             for (i, rank), part in zip(places, parts, strict=True):
@@ -63,29 +67,29 @@ class Travel:
     ) -> list[torch.Tensor]:
         """The tensors made of what came: samples by rank. `arrived[tensor][rank]`: what `pack` made for this rank;
         `counts` are of the samples that came, `arriving[rank]` of them from each rank."""
-        made = iter(())
-        if self._plain:
-            with _using(self.device):
-                made = iter(self._combine(counts, arriving, arrived))
+        unpacked: Iterator[Jagged] = iter(())
+        if self._packable:
+            with _device_guard(self.device):
+                unpacked = iter(self._combine(counts, arriving, arrived))
         rows = []
-        for i, like in enumerate(self.rows):
-            if i not in self._plain:
-                rows.append(like.new_empty((int(counts[i].sum()), *like.shape[1:])))
+        for i, before in enumerate(self.rows):
+            if i not in self._packable:
+                rows.append(before.new_empty((int(counts[i].sum()), *before.shape[1:])))
                 continue
-            x = _joined([next(made).values for _ in counts[i]])
-            rows.append(torch.view_as_complex(x) if x.dim() > like.dim() else x)
+            x = _concatenated([next(unpacked).values for _ in counts[i]])
+            rows.append(torch.view_as_complex(x) if x.dim() > before.dim() else x)
         return rows
 
-    def _dispatch(self, counts: Sequence[np.ndarray], to: np.ndarray) -> Slabs:
-        order = np.argsort(np.where(to == self.me, len(self.peers), to), kind="stable")
-        peer_ends = np.bincount(to, minlength=len(self.peers))[self.peers].cumsum()
-        different = {id(counts[i]): _offsets(counts[i]) for i in self._plain}
+    def _dispatch(self, counts: Sequence[np.ndarray], destination: np.ndarray) -> Slabs:
+        order = np.argsort(np.where(destination == self.me, len(self.peers), destination), kind="stable")
+        peer_ends = np.bincount(destination, minlength=len(self.peers))[self.peers].cumsum()
+        different = {id(counts[i]): _offsets(counts[i]) for i in self._packable}
         perm, ends, *uploaded = self._upload([order, peer_ends, *different.values()])
         offsets = dict(zip(different, uploaded, strict=True))
         features = [
-            Jagged(values, at)
-            for i, x in self._plain.items()
-            for values, at in zip(x.split(counts[i].sum(1).tolist()), offsets[id(counts[i])], strict=True)
+            Jagged(values, starts)
+            for i, x in self._packable.items()
+            for values, starts in zip(x.split(counts[i].sum(1).tolist()), offsets[id(counts[i])], strict=True)
         ]
         return sample_packing.dispatch(features, perm, ends)
 
@@ -95,23 +99,23 @@ class Travel:
         of_peer = arriving[self.peers]
         rank_of = np.repeat(self.peers, of_peer)  # of the samples as they lie in the slabs
         perm = np.argsort(rank_of, kind="stable")
-        lengths = np.concatenate([counts[i] for i in self._plain])[:, np.argsort(perm)]
+        lengths = np.concatenate([counts[i] for i in self._packable])[:, np.argsort(perm)]
         peer_of = np.repeat(np.arange(len(self.peers)), of_peer)
         by_peer = np.argsort(np.tile(peer_of, len(lengths)), kind="stable")
         placed, ends, flat = self._upload([perm, of_peer.cumsum(), lengths.ravel()[by_peer]])
         data = {size: self._slab(size, [[arrived[i][r] for i in mine] for r in self.others])
-                for size, mine in self._of_size.items()}  # fmt: skip
-        kinds = [Kind(x.dtype, tuple(x.shape[1:])) for i, x in self._plain.items() for _ in counts[i]]
+                for size, mine in self._by_element_size.items()}  # fmt: skip
+        kinds = [Kind(x.dtype, tuple(x.shape[1:])) for i, x in self._packable.items() for _ in counts[i]]
         return sample_packing.combine(Slabs(data, flat), placed, ends, kinds, lengths.sum(1).tolist())
 
     def _slab(self, size: int, by_rank: list[list[torch.Tensor]]) -> torch.Tensor:
         """What came from the others, and what stayed."""
-        came = [piece for of_rank in by_rank for piece in of_rank]
-        n, staying = sum(map(len, came)) // size, self._staying.pop(size)
+        arrived = [piece for of_rank in by_rank for piece in of_rank]
+        n, staying = sum(map(len, arrived)) // size, self._staying.pop(size)
         slab = torch.empty(n + len(staying), dtype=ELEMENT[size], device=self.device)
         if n:
             host = torch.empty(n * size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            torch.cat(came, out=host)
+            torch.cat(arrived, out=host)
             slab[:n].copy_(host.view(slab.dtype), non_blocking=True)
         slab[n:].copy_(staying)
         return slab
@@ -123,7 +127,7 @@ class Travel:
         return [part.view(x.shape) for part, x in zip(parts, numbers, strict=True)]
 
 
-def _plain(rows: torch.Tensor) -> torch.Tensor:
+def _as_plain_elements(rows: torch.Tensor) -> torch.Tensor:
     """Elements of at most 8 bytes that are in memory what they say."""
     rows = rows.resolve_conj().resolve_neg().contiguous()
     return torch.view_as_real(rows) if rows.element_size() > max(ELEMENT) else rows
@@ -136,9 +140,9 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
     return offsets
 
 
-def _rows_by_rank(counts: np.ndarray, to: np.ndarray, ranks: int) -> np.ndarray:
+def _rows_by_rank(counts: np.ndarray, destination: np.ndarray, ranks: int) -> np.ndarray:
     rows = np.zeros(ranks, np.int64)
-    np.add.at(rows, to, counts.sum(0))
+    np.add.at(rows, destination, counts.sum(0))
     return rows
 
 
@@ -146,20 +150,20 @@ def _row_bytes(rows: torch.Tensor) -> int:
     return rows.shape[1:].numel() * rows.element_size()
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:
     """The features of a tensor one after another; without a copy where they lie so, as the kernels leave them."""
-    first, at, together = parts[0], parts[0].storage_offset(), True
+    first, offset, adjacent = parts[0], parts[0].storage_offset(), True
     for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        together = together and same and part.storage_offset() == at
-        at += part.numel()
-    if not together:
+        same_storage = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        adjacent = adjacent and same_storage and part.storage_offset() == offset
+        offset += part.numel()
+    if not adjacent:
         return torch.cat(parts)
     shape = (sum(map(len, parts)), *first.shape[1:])
     x = first.as_strided(shape, first.stride()) if len(parts) > 1 else first
     return x.clone() if x.data_ptr() % _ALIGNED else x
 
 
-def _using(device: torch.device) -> AbstractContextManager:
+def _device_guard(device: torch.device) -> AbstractContextManager:
     """A thread begins with device 0, and kernels are launched on the device in use."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

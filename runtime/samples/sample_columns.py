@@ -7,6 +7,7 @@ messages are on the CPU: see device_packing.py. What a batch looks like is in sp
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.runtime import batch_structure
-from freescale.runtime.samples.device_packing import Travel
+from freescale.runtime.samples.device_packing import DevicePacker
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Column:
         return f"{self.name}({', '.join(self.keys)}): {jagged}{' and '.join(kinds)}"
 
 
+def digest(text: str) -> int:
+    """A number that stands for a text, such as a schema, where ranks compare them."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
 def sizes(columns: Sequence[Column], samples: int) -> np.ndarray:
     """Bytes of each sample, with its lengths."""
     total = np.zeros(samples, np.int64)
@@ -71,21 +77,21 @@ def _selected(c: Column, chosen: np.ndarray) -> Column:
 
 
 def exchange(
-    columns: Sequence[Column], to: np.ndarray, arriving: np.ndarray, group: dist.ProcessGroup
+    columns: Sequence[Column], destination: np.ndarray, arriving: np.ndarray, group: dist.ProcessGroup
 ) -> list[Column]:
-    """Send every sample to the rank `to[sample]`; `arriving[rank]` samples come from each rank.
+    """Send every sample to the rank `destination[sample]`; `arriving[rank]` samples come from each rank.
 
     They are put together by the rank they come from, then in the order that they had there. All ranks of the group
     call this with columns of the same schema.
     """
-    order, leaving = np.argsort(to, kind="stable"), np.bincount(to, minlength=group.size())
+    order, leaving = np.argsort(destination, kind="stable"), np.bincount(destination, minlength=group.size())
     lengths = _exchange_lengths(columns, order, leaving, arriving, group)
-    before = _by_tensor(columns, [c.lengths for c in columns], len(to))
-    after = _by_tensor(columns, lengths, int(arriving.sum()))
-    outgoing = [pieces for c in columns for pieces in _by_rank(c, order, leaving)]
-    travels = _travels(columns, group)
-    for travel, numbers in travels:
-        for i, pieces in zip(numbers, travel.pack([before[i] for i in numbers], to), strict=True):
+    counts_before = _counts_by_tensor(columns, [c.lengths for c in columns], len(destination))
+    counts_after = _counts_by_tensor(columns, lengths, int(arriving.sum()))
+    outgoing = [pieces for c in columns for pieces in _pieces_by_rank(c, order, leaving)]
+    packers = _device_packers(columns, group)
+    for packer, indices in packers:
+        for i, pieces in zip(indices, packer.pack([counts_before[i] for i in indices], destination), strict=True):
             outgoing[i] = pieces
     expected = [
         (_rows_by_rank(counts, arriving) * _row_bytes(r)).tolist()
@@ -93,33 +99,35 @@ def exchange(
         for r in c.rows
     ]
     arrived = _exchange_bytes(outgoing, expected, group)
-    made: dict[int, torch.Tensor] = {}
-    for travel, numbers in travels:
-        rows = travel.unpack([after[i] for i in numbers], arriving, [arrived[i] for i in numbers])
-        made.update(zip(numbers, rows, strict=True))
-    tensors = iter(range(len(arrived)))
+    unpacked: dict[int, torch.Tensor] = {}
+    for packer, indices in packers:
+        rows = packer.unpack([counts_after[i] for i in indices], arriving, [arrived[i] for i in indices])
+        unpacked.update(zip(indices, rows, strict=True))
+    index = iter(range(len(arrived)))
     return [
-        _put_together(c, counts, [made.get(i, arrived[i]) for _, i in zip(c.rows, tensors, strict=False)], arriving)
+        _assemble(c, counts, [unpacked.get(i, arrived[i]) for _, i in zip(c.rows, index, strict=False)], arriving)
         for c, counts in zip(columns, lengths, strict=True)
     ]
 
 
 def _on_device(rows: torch.Tensor) -> bool:
-    """Is it packed where it is?"""
+    """Whether the tensor is packed on its device; a tensor on the CPU is packed here."""
     return rows.device.type != "cpu"
 
 
-def _travels(columns: Sequence[Column], group: dist.ProcessGroup) -> list[tuple[Travel, list[int]]]:
-    """For each device, what takes its tensors to other ranks, and which ones these are among all of the columns."""
+def _device_packers(columns: Sequence[Column], group: dist.ProcessGroup) -> list[tuple[DevicePacker, list[int]]]:
+    """For each device its packer, and the indices of its tensors among those of all columns."""
     tensors = [r for c in columns for r in c.rows]
     of_device: dict[torch.device, list[int]] = {}
     for i, r in enumerate(tensors):
         if _on_device(r):
             of_device.setdefault(r.device, []).append(i)
-    return [(Travel([tensors[i] for i in mine], group.rank(), group.size()), mine) for mine in of_device.values()]
+    return [(DevicePacker([tensors[i] for i in mine], group.rank(), group.size()), mine) for mine in of_device.values()]
 
 
-def _by_tensor(columns: Sequence[Column], lengths: Sequence[np.ndarray | None], samples: int) -> list[np.ndarray]:
+def _counts_by_tensor(
+    columns: Sequence[Column], lengths: Sequence[np.ndarray | None], samples: int
+) -> list[np.ndarray]:
     """Rows of each feature and sample, for each tensor of the columns."""
     dense = np.ones((1, samples), np.int64)
     return [dense if n is None else n for c, n in zip(columns, lengths, strict=True) for _ in c.rows]
@@ -135,12 +143,12 @@ def _exchange_bytes(
     sizes_out = [sum(len(o[rank]) for o in outgoing) if rank != me else 0 for rank in ranks]
     nothing = torch.empty(0, dtype=torch.uint8)
     message = torch.cat([nothing, *(o[rank] for rank in others for o in outgoing)])
-    heard = torch.empty(sum(sizes_in), dtype=torch.uint8)
-    dist.all_to_all_single(heard, message, sizes_in, sizes_out, group=group)
-    pieces = iter(heard.split([e[rank] for rank in others for e in expected]))
-    came = {rank: [next(pieces) for _ in expected] for rank in others}
-    came[me] = [o[me] for o in outgoing]
-    return [[came[rank][i] for rank in ranks] for i in range(len(outgoing))]
+    received = torch.empty(sum(sizes_in), dtype=torch.uint8)
+    dist.all_to_all_single(received, message, sizes_in, sizes_out, group=group)
+    pieces = iter(received.split([e[rank] for rank in others for e in expected]))
+    from_rank = {rank: [next(pieces) for _ in expected] for rank in others}
+    from_rank[me] = [o[me] for o in outgoing]
+    return [[from_rank[rank][i] for rank in ranks] for i in range(len(outgoing))]
 
 
 def _exchange_lengths(
@@ -151,14 +159,14 @@ def _exchange_lengths(
     if not jagged:
         return [None] * len(columns)
     message = torch.from_numpy(np.ascontiguousarray(np.concatenate(jagged).T[order]))
-    heard = message.new_empty((int(arriving.sum()), message.shape[1]))
-    dist.all_to_all_single(heard, message, arriving.tolist(), leaving.tolist(), group=group)
+    received = message.new_empty((int(arriving.sum()), message.shape[1]))
+    dist.all_to_all_single(received, message, arriving.tolist(), leaving.tolist(), group=group)
     ends = np.cumsum([len(lengths) for lengths in jagged])
-    parts = iter(np.split(np.ascontiguousarray(heard.numpy().T), ends[:-1]))
+    parts = iter(np.split(np.ascontiguousarray(received.numpy().T), ends[:-1]))
     return [None if c.lengths is None else next(parts) for c in columns]
 
 
-def _by_rank(c: Column, order: np.ndarray, leaving: np.ndarray) -> list[list[torch.Tensor]]:
+def _pieces_by_rank(c: Column, order: np.ndarray, leaving: np.ndarray) -> list[list[torch.Tensor]]:
     """For each tensor of the column, for each rank, the bytes that go there: by feature, then by sample.
 
     Nothing for those that are packed on their device.
@@ -178,7 +186,7 @@ def _by_rank(c: Column, order: np.ndarray, leaving: np.ndarray) -> list[list[tor
     ]
 
 
-def _put_together(
+def _assemble(
     c: Column, counts: np.ndarray | None, arrived: Sequence[torch.Tensor | list[torch.Tensor]], arriving: np.ndarray
 ) -> Column:
     """The column from the bytes that arrived by rank, then by feature, then by sample; or from tensors made of them."""
@@ -187,14 +195,14 @@ def _put_together(
     index = None
     if counts is not None and len(c.keys) > 1 and any(isinstance(t, list) for t in arrived):
         segments = _segments(len(c.keys), arriving)
-        came = counts.ravel()[segments]
-        starts = np.empty_like(came)
-        starts[segments] = np.cumsum(came) - came
+        arrived_counts = counts.ravel()[segments]
+        starts = np.empty_like(arrived_counts)
+        starts[segments] = np.cumsum(arrived_counts) - arrived_counts
         index = torch.from_numpy(_spans(starts, counts.ravel()))
     rows = []
-    for t, like in zip(arrived, c.rows, strict=True):
+    for t, before in zip(arrived, c.rows, strict=True):
         if isinstance(t, list):
-            t = torch.cat(t).view(like.dtype).view(total, *like.shape[1:])
+            t = torch.cat(t).view(before.dtype).view(total, *before.shape[1:])
             t = t if index is None else t.index_select(0, index)
         rows.append(t)
     return replace(c, lengths=counts, rows=tuple(rows), samples=samples)

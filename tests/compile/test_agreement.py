@@ -56,10 +56,10 @@ def test_a_rank_that_does_not_come_is_named():
 
 def _other_launches():
     """Rank 1's passes find something else to launch."""
-    from freescale.passes.exchange_meta import Exchange
+    from freescale.passes.exchange_meta import GraphExchange
 
     if dist.get_rank() == 1:
-        Exchange.__str__ = lambda x: f"{x.way} {x.priority}"
+        GraphExchange.__str__ = lambda x: f"{x.payload} {x.priority}"
     return _step()
 
 
@@ -72,11 +72,11 @@ def test_other_launches_raise_on_every_rank():
 def _inductor_step():
     """Loss, and how many graphs the passes saw: none where the code came out of a cache."""
     from freescale import driver
-    from freescale.passes.exchange_meta import Exchange
+    from freescale.passes.exchange_meta import GraphExchange
 
     wrong = os.environ.get("WRONG")
     if wrong:
-        Exchange.__str__ = lambda x: wrong
+        GraphExchange.__str__ = lambda x: wrong
     return _step({"codegen": "inductor"}), sum(driver.REPORT.graphs.values())
 
 

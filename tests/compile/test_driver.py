@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,12 +17,13 @@ from fake_world import graphs_of
 from freescale import config, driver, progress
 from freescale.compat import inductor, logs
 from freescale.passes.exchange_meta import CannotApply
+from repo import ROOT
 
 
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
-    driver._said.clear()
+    driver._warned.clear()
     with inductor.fresh_caches():
         yield
     torch._dynamo.reset()
@@ -101,6 +103,17 @@ def test_cache_key_covers_config_and_sources():
     assert changed != a.uuid()
 
 
+def test_cache_key_covers_the_sources_in_every_sub_folder():
+    driver._source_hash.cache_clear()
+    with mock.patch.object(inductor, "get_hash_for_files", return_value=b"") as hash_of:
+        driver._source_hash()
+    driver._source_hash.cache_clear()
+    hashed = {Path(f).resolve().relative_to(ROOT) for f in hash_of.call_args.args[0]}
+    assert Path("kernels/transports/staged.py") in hashed
+    folders = ("fs_compile", "passes", "kernels", "runtime")
+    assert hashed == {f.relative_to(ROOT) for folder in folders for f in (ROOT / folder).rglob("*.py")}
+
+
 def test_a_pass_that_the_user_set_runs_too():
     import torch._inductor.config as inductor_config
 
@@ -108,7 +121,7 @@ def test_a_pass_that_the_user_set_runs_too():
 
     class Theirs(inductor.CustomGraphPass):
         def __call__(self, graph):
-            seen.append(driver.direction(graph))
+            seen.append(driver.direction_of(graph))
 
         def uuid(self):
             return "theirs"

@@ -50,7 +50,7 @@ class Found:
     """An exchange in words; nodes by name, and the consumer's op."""
 
     kind: str
-    way: str
+    payload: str
     bytes: sympy.Expr
     launch: str
     wait: str
@@ -66,7 +66,7 @@ class Seen:
 
 def _found(graph: fx.Graph) -> tuple[Found, ...]:
     return tuple(
-        Found(x.kind, x.way, x.bytes, x.launch.name, x.wait.name, str(x.consumer and x.consumer.target))
+        Found(x.kind, x.payload, x.bytes, x.launch.name, x.wait.name, str(x.consumer and x.consumer.target))
         for x in exchanges(graph)
     )
 
@@ -78,12 +78,12 @@ def look(model: nn.Module, *inputs: torch.Tensor, dynamic: bool | None = None) -
     """
     seen: dict[str, Seen] = {}
 
-    def observer(way: str, name: str, graph: fx.Graph) -> None:
+    def observer(direction: str, name: str, graph: fx.Graph) -> None:
         if name == "before":
-            assert way not in seen, f"a second {way} graph"
-            seen[way] = Seen(graph_text(graph))
+            assert direction not in seen, f"a second {direction} graph"
+            seen[direction] = Seen(graph_text(graph))
         elif name == "find_exchanges":
-            seen[way].after, seen[way].found = graph_text(graph), _found(graph)
+            seen[direction].after, seen[direction].found = graph_text(graph), _found(graph)
 
     torch._dynamo.reset()
     end = observe(observer)
@@ -233,10 +233,10 @@ def test_rows_and_their_gradients_are_found():
     forward, backward = look(Rows(), some_ids())
     (rows,), (gradients,) = forward.found, backward.found
 
-    assert (rows.kind, rows.way) == ("plain", "rows")
+    assert (rows.kind, rows.payload) == ("plain", "rows")
     assert (rows.launch, rows.wait) == ("all_to_all_single", "wait_tensor")
     assert rows.consumer == "aten.addmm.default"
-    assert (gradients.kind, gradients.way) == ("plain", "gradients")
+    assert (gradients.kind, gradients.payload) == ("plain", "gradients")
     assert (gradients.launch, gradients.wait) == ("all_to_all_single_1", "wait_tensor_1")
     masked_inside = torch_version() == "2.13"  # before, an op of its own zeroed the gradient of padding
     first = "aten._unsafe_masked_index_put_accumulate.default" if masked_inside else "aten.where.self"
@@ -251,7 +251,7 @@ def test_every_lookup_and_every_wire_is_found(lookup, wire):
     forward, backward = look(Rows(lookup, wire), some_ids())
     (rows,), (gradients,) = forward.found, backward.found
 
-    assert (rows.way, gradients.way) == ("rows", "gradients")
+    assert (rows.payload, gradients.payload) == ("rows", "gradients")
     element, ids = (2 if wire == "bf16" else 4), (2 * BATCH if wire == "cat" else BATCH)
     assert bytes_at(rows, BATCH) == bytes_at(gradients, BATCH) == ids * DIM * element
     assert rows.consumer == ("prims.convert_element_type.default" if wire == "bf16" else "aten.addmm.default")
@@ -265,9 +265,9 @@ def test_of_experts_behind_a_table_only_the_table_is_found(behind):
     forward, backward = look(RowsThenMoE(behind()), some_ids(), torch.randperm(BATCH))
 
     assert forward.before.count("_c10d_functional.all_to_all_single(") == 3
-    assert [(x.way, x.launch) for x in forward.found] == [("rows", "all_to_all_single")]
+    assert [(x.payload, x.launch) for x in forward.found] == [("rows", "all_to_all_single")]
     assert backward.before.count("_c10d_functional.all_to_all_single(") == 3
-    assert [(x.way, x.launch) for x in backward.found] == [("gradients", "all_to_all_single_5")]  # the last
+    assert [(x.payload, x.launch) for x in backward.found] == [("gradients", "all_to_all_single_5")]  # the last
 
 
 # ---- left alone --------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ def _lowered_to_staged():
     """Without a GPU the launches cannot run; the graph is looked at before they do."""
     found = {}
 
-    def keep(way, name, graph):
-        found[way, name] = [str(n.target) for n in graph.nodes if "launch" in str(n.target)]
+    def keep(direction, name, graph):
+        found[direction, name] = [str(n.target) for n in graph.nodes if "launch" in str(n.target)]
 
     end = driver.observe(keep)
     with fake_world(0, 4), mock.patch.object(choose, "_why_not", lambda *a: ""):

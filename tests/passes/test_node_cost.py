@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from freescale.kernels.transports import link_speed
 from freescale.passes import node_cost
 
-MACHINE = node_cost.Machine(flops=1e9, memory=1e9)
+MACHINE = node_cost.MachineSpeed(flops=1e9, memory=1e9)
 lib = torch.library.Library("fs_test_cost", "DEF")
 lib.define("known(Tensor x) -> Tensor")
 lib.define("timed(Tensor x) -> Tensor")

@@ -22,11 +22,12 @@ from freescale.config import Config
 from freescale.passes import node_cost
 from freescale.passes.exchange_meta import exchanges
 from freescale.passes.find_exchanges import find_exchanges
-from freescale.passes.overlap_attention import bindings, overlap_attention
+from freescale.passes.node_order import control_dependencies
+from freescale.passes.overlap_attention import overlap_attention
 from ranks import run_ranks
 
 TORCH = version.torch_version()
-SLOW = node_cost.Machine(flops=1e9, memory=1e9)
+SLOW = node_cost.MachineSpeed(flops=1e9, memory=1e9)
 
 
 class Tower(nn.Module):
@@ -47,7 +48,7 @@ class Tower(nn.Module):
         return (x.sum(0) * self.side(batch["dense"]).sum(0)).sum()
 
 
-def _train(codegen: str, gbps: float, machine: node_cost.Machine = SLOW) -> list[str]:
+def _train(codegen: str, gbps: float, machine: node_cost.MachineSpeed = SLOW) -> list[str]:
     """Two planned steps; the generated code of every graph, if any was generated."""
     import freescale
 
@@ -182,7 +183,7 @@ def _exchange(x):
     return torch.ops._c10d_functional.wait_tensor(launched)
 
 
-def _overlapped(gm: fx.GraphModule, gbps: float = 0.001, machine: node_cost.Machine = SLOW) -> list[str]:
+def _overlapped(gm: fx.GraphModule, gbps: float = 0.001, machine: node_cost.MachineSpeed = SLOW) -> list[str]:
     cfg = Config(link_gbps=gbps)
     assert find_exchanges(gm, cfg)
     with mock.patch.object(node_cost, "machine", lambda device: machine):
@@ -288,7 +289,7 @@ def test_random_graphs(seed, gbps, flops):
         launches = [x.launch.name for x in found]
         before = node_cost.peak_bytes(list(gm.graph.nodes))
         expected = _local(gm)
-        with mock.patch.object(node_cost, "machine", lambda device: node_cost.Machine(flops, 1e9)):
+        with mock.patch.object(node_cost, "machine", lambda device: node_cost.MachineSpeed(flops, 1e9)):
             overlap_attention(gm, Config(link_gbps=gbps))
         gm.graph.lint()
         gm.recompile()
@@ -297,7 +298,7 @@ def test_random_graphs(seed, gbps, flops):
         for a, b in zip(_local(gm), expected, strict=True):
             assert torch.equal(a, b)
         place = {n: i for i, n in enumerate(gm.graph.nodes)}
-        assert all(place[d] < place[n] for n, deps in bindings(gm.graph).items() for d in deps)
+        assert all(place[d] < place[n] for n, deps in control_dependencies(gm.graph).items() for d in deps)
 
 
 class _Alone(fx.Interpreter):
@@ -387,4 +388,4 @@ def test_every_collective_is_bound_behind_the_one_before_it():
     with fake_world(0, 2), FakeTensorMode():
         gm = make_fx(_unrelated)(torch.empty(32, 4), torch.empty(4))
     first, second = (n for n in gm.graph.nodes if "all_reduce" in n.name)
-    assert bindings(gm.graph) == {second: [first]}
+    assert control_dependencies(gm.graph) == {second: [first]}

@@ -137,7 +137,7 @@ return [mm, mm_1]""")
 def test_each_part_is_an_exchange_with_its_own_bytes(world):
     _, _, gm = _split(columns)
     found = exchanges(gm.graph)
-    assert [(x.kind, x.way, x.priority, int(x.bytes)) for x in found] == [
+    assert [(x.kind, x.payload, x.priority, int(x.bytes)) for x in found] == [
         ("plain", "rows", "urgent", 16 * 4 * 4),
         ("plain", "rows", "urgent", 16 * 8 * 4),
     ]
@@ -247,7 +247,7 @@ def _step(cut: str, codegen: str):
 
     results = []
     seen: list[int] = []
-    end = driver.observe(lambda way, name, graph: seen.append(len(exchanges(graph))))
+    end = driver.observe(lambda direction, name, graph: seen.append(len(exchanges(graph))))
     for passes in ("none", "all"):
         model = Towers(cut)
         options = {"passes": passes, "codegen": codegen, "min_bytes": 0, "strict": True}
@@ -293,7 +293,7 @@ def _different_batches(dynamic: bool):
     from freescale import driver
 
     launches: dict[str, int] = {}
-    end = driver.observe(lambda way, name, graph: launches.update({way: len(exchanges(graph))}))
+    end = driver.observe(lambda direction, name, graph: launches.update({direction: len(exchanges(graph))}))
     results = []
     for passes in ("none", "all"):
         model = Wide()

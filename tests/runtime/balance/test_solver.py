@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.runtime.balance import assignment, integer_problem, swaps
-from freescale.runtime.balance.solver import METHODS, Balanced, BalanceError, balance
+from freescale.runtime.balance import assignment, integer_problem, partition, swaps
+from freescale.runtime.balance.solver import METHODS, BalanceError, BalanceResult, balance
 
 EQUAL = ("default", "zigzag", "lpt", "kk")  # methods that move samples and keep counts equal
 
@@ -23,12 +23,12 @@ def lognormal(samples: int, seed: int = 0, median: float = 1000.0, sigma: float 
     return np.minimum(drawn, 21_000).astype(np.int64).astype(np.float64)
 
 
-def loads(b: Balanced, costs: np.ndarray, ranks: int) -> np.ndarray:
+def loads(b: BalanceResult, costs: np.ndarray, ranks: int) -> np.ndarray:
     return np.bincount(b.rank, costs, minlength=ranks)
 
 
 def check(
-    b: Balanced, costs: np.ndarray, ranks: int, counts: np.ndarray | None, home: np.ndarray | None = None
+    b: BalanceResult, costs: np.ndarray, ranks: int, counts: np.ndarray | None, home: np.ndarray | None = None
 ) -> None:
     """What holds for every result."""
     assert b.rank.shape == costs.shape and ((b.rank >= 0) & (b.rank < ranks)).all()
@@ -45,7 +45,7 @@ def check(
         assert b.moved_bytes == (b.rank != home).sum()
 
 
-def weighted_mean(b: Balanced, losses: np.ndarray, ranks: int) -> float:
+def weighted_mean(b: BalanceResult, losses: np.ndarray, ranks: int) -> float:
     """Each rank averages loss * weight, then the ranks' results are averaged."""
     per_rank = [(losses * b.loss_weights)[b.samples_of(r)].mean() if b.counts[r] else 0.0 for r in range(ranks)]
     return float(np.mean(per_rank))
@@ -277,7 +277,7 @@ def test_groups_and_equal_samples_stay_at_home():
     assert balance(costs, 3, method="lpt", home=[2, 2, 0, 0, 1, 1]).moved_bytes == 0
     random = np.random.default_rng(0)
     costs, home = random.integers(0, 5, 400).astype(float), random.permutation(np.repeat(np.arange(8), 50))
-    bits = integer_problem.number_bits(400, 8)
+    bits = integer_problem.bits_for_index(400, 8)
     for memory in (None, random.integers(0, 3, 400)):
         p = integer_problem.Problem(
             costs.astype(np.int64), np.full(8, 50), home, random.integers(1, 9, 400), memory, 10**6, bits
@@ -345,8 +345,8 @@ def test_scale_of_costs_does_not_matter():
 @settings(max_examples=200, deadline=None)
 def test_whole_costs_fit_and_are_close(values, bits):
     costs = np.array(values, np.float64)
-    bits = max(bits, integer_problem.number_bits(len(costs), 1))
-    whole = integer_problem.whole_costs(costs, bits)
+    bits = max(bits, integer_problem.bits_for_index(len(costs), 1))
+    whole = integer_problem.integer_costs(costs, bits)
     assert int(whole.sum()) < 2 ** (62 - bits) and (whole >= 0).all()
     if costs.max(initial=0) > 1e-280:
         scale = whole.max() / costs.max()
@@ -427,16 +427,16 @@ def test_swaps_keep_the_books_and_never_raise_the_largest_load(ranks, batch, see
     cap = int(np.bincount(rank, memory, minlength=ranks).max())
     counts = np.bincount(rank, minlength=ranks)
     p = integer_problem.Problem(
-        costs, counts, rank, np.ones_like(costs), memory if capped else None, cap, integer_problem.number_bits(samples, ranks)
+        costs, counts, rank, np.ones_like(costs), memory if capped else None, cap, integer_problem.bits_for_index(samples, ranks)
     )
-    groups = swaps.Groups(p, rank)
+    split = partition.Partition(p, rank)
     for _ in range(12):
-        before = int(groups.loads.max())
-        swaps.improve(groups, p.target(), 0, swaps.Budget(60_000))
-        now = groups.rank()
+        before = int(split.loads.max())
+        swaps.improve(split, p.load_lower_bound(), 0, swaps.OperationBudget(60_000))
+        now = split.sample_ranks()
         assert (np.bincount(now, minlength=ranks) == counts).all()
-        assert (np.bincount(now, costs, minlength=ranks) == groups.loads).all()
-        assert groups.loads.max() <= before
-        assert (np.diff(groups.keys, axis=1) >= 0).all()
+        assert (np.bincount(now, costs, minlength=ranks) == split.loads).all()
+        assert split.loads.max() <= before
+        assert (np.diff(split.keys, axis=1) >= 0).all()
         if capped:
-            assert (np.bincount(now, memory, minlength=ranks) == groups.memory).all() and groups.memory.max() <= cap
+            assert (np.bincount(now, memory, minlength=ranks) == split.memory).all() and split.memory.max() <= cap

@@ -102,16 +102,16 @@ def described(batch: Sample) -> list[Any]:
 @pytest.mark.parametrize("chosen", ([0, 1, 2, 3], [2, 0], [3, 3, 1], []))
 def test_samples_are_selected_in_every_part_of_a_batch(chosen):
     batch = whole_batch()
-    cut = split_batch.cut(batch)
-    assert cut.samples == 4
-    before, after = described(batch), described(cut.build(sample_columns.select(cut.columns, np.array(chosen, np.int64))))
+    split = split_batch.split(batch)
+    assert split.samples == 4
+    before, after = described(batch), described(split.rebuild(sample_columns.select(split.columns, np.array(chosen, np.int64))))
     assert after[1:] == before[1:] and after[0] == [before[0][i] for i in chosen]
 
 
 def test_bytes_of_a_sample():
     batch = {"x": torch.zeros(3, 2), "id": torch.arange(3), "id_lengths": torch.tensor([2, 0, 1])}
-    cut = split_batch.cut(batch)
-    assert sample_columns.sizes(cut.columns, 3).tolist() == [8 + 8 * n + 8 for n in (2, 0, 1)]
+    split = split_batch.split(batch)
+    assert sample_columns.sizes(split.columns, 3).tolist() == [8 + 8 * n + 8 for n in (2, 0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_bytes_of_a_sample():
 def test_what_is_wrong_with_a_batch_is_named(change, words):
     parts = {"features": whole_batch().features, "labels": torch.zeros(4), **change}
     with pytest.raises(BalanceError) as raised:
-        split_batch.cut(Sample(**parts))
+        split_batch.split(Sample(**parts))
     assert words in str(raised.value) and str(raised.value).startswith("freescale: ")
 
 
@@ -141,7 +141,7 @@ def test_batch_sizes_that_differ_by_feature_cannot_be_cut():
     kjt = whole_batch().features
     kjt.variable = True
     with pytest.raises(BalanceError, match="KeyedJaggedTensor of 'a', 'b' has batch sizes that differ"):
-        split_batch.cut(kjt)
+        split_batch.split(kjt)
 
 
 def _exchange():
@@ -152,9 +152,9 @@ def _exchange():
         counts = random.integers(0, 6, world) * (random.random(world) > 0.2)
         to = [random.integers(0, world if seed % 5 else 1, n) for n in counts]
         batches = [whole_batch(int(n), 6 * r) for r, n in enumerate(counts)]
-        cut = split_batch.cut(batches[rank])
+        split = split_batch.split(batches[rank])
         arriving = np.array([(t == rank).sum() for t in to])
-        got = described(cut.build(sample_columns.exchange(cut.columns, to[rank], arriving, dist.group.WORLD)))
+        got = described(split.rebuild(sample_columns.exchange(split.columns, to[rank], arriving, dist.group.WORLD)))
         everyone = [described(b)[0] for b in batches]
         expected = [row for rows, t in zip(everyone, to, strict=True) for row, r in zip(rows, t, strict=True) if r == rank]
         assert got[0] == expected and got[1:] == described(batches[rank])[1:], seed
@@ -273,13 +273,13 @@ def _same_bits(device: str, examples: int) -> int:
         for given_batch, on_device in ((batch, honest), (theirs, honest if device != "cpu" else chosen_sizes)):
             sample_columns._on_device = on_device
             try:
-                cut = split_batch.cut(given_batch)
+                split = split_batch.split(given_batch)
                 with Sent() as sent:
-                    came = sample_columns.exchange(cut.columns, to[rank], arriving, dist.group.WORLD)
+                    came = sample_columns.exchange(split.columns, to[rank], arriving, dist.group.WORLD)
             finally:
                 sample_columns._on_device = honest
-            results.append(cut.build(came))
-            turned = cut.build(sample_columns.select(came, np.arange(arriving.sum())[::-1].copy()))
+            results.append(split.rebuild(came))
+            turned = split.rebuild(sample_columns.select(came, np.arange(arriving.sum())[::-1].copy()))
             assert devices(results[-1]) == devices(turned) == devices(given_batch)
             results.append(turned)
             messages.append(sent)
@@ -356,9 +356,9 @@ def _waits() -> list[int]:
 
     for _ in range(2):  # the first time compiles
         found.clear()
-        cut = counted(lambda: split_batch.cut(batch))
-        came = counted(lambda c=cut: sample_columns.exchange(c.columns, to, np.bincount(to)[[rank] * world], dist.group.WORLD))
-        new = counted(lambda c=cut, x=came: c.build(x))
+        split = counted(lambda: split_batch.split(batch))
+        came = counted(lambda c=split: sample_columns.exchange(c.columns, to, np.bincount(to)[[rank] * world], dist.group.WORLD))
+        new = counted(lambda c=split, x=came: c.rebuild(x))
         counted(lambda b=new: structures.features(b, ["x11.0", "x11.2", "x12.1", "label"]))
     return found
 

@@ -1,0 +1,188 @@
+"""A list scheduler for overlap_attention: it walks a graph with a clock and decides where everything stands.
+
+What is critical runs as soon as it can; where that is a wait for something not there yet, other work that is ready runs
+first; background work is put where the wire is free for it and the clock says that it has arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from freescale.kernels.transports import link_speed
+from freescale.passes import node_cost
+from freescale.passes.exchange_meta import WAIT, GraphExchange, argument, waits_of
+from freescale.passes.node_order import Order, predecessors
+
+BACKWARD_WORK = 2.0  # of the backward pass, in units of that of the forward pass
+
+
+@dataclass
+class _Wire:
+    """When each launch arrives. Launches of one priority share a wire and follow each other."""
+
+    free_at: dict[str, float] = field(default_factory=dict)  # by priority
+    arrival: dict[fx.Node, float] = field(default_factory=dict)  # by launch
+
+    def launch(self, x: GraphExchange, now: float, seconds: float) -> None:
+        start = max(now, self.free_at.get(x.priority, 0.0))
+        self.arrival[x.launch] = self.free_at[x.priority] = start + seconds
+
+
+class ListScheduler:
+    """One schedule of one graph.
+
+    seconds           that this rank computes for each node
+    bytes_per_second  of the link; 0: what was measured for the group of each launch
+    sink_share        how much of the work that would cover urgent launches is moved behind them
+    hoist             whether what does not depend on a wait runs before it
+    """
+
+    def __init__(
+        self,
+        nodes: Order,
+        exchanges: list[GraphExchange],
+        seconds: dict[fx.Node, float],
+        bytes_per_second: float,
+        sink_share: float,
+        hoist: bool,
+    ) -> None:
+        self.nodes, self.seconds, self.bytes_per_second = nodes, seconds, bytes_per_second
+        self.sink_share, self.hoist = sink_share, hoist
+        self.position = {n: i for i, n in enumerate(nodes)}
+        self.exchange_of_launch = {x.launch: x for x in exchanges}
+        self.exchange_of_wait = {w: x for x in exchanges for w in waits_of(x.launch)}
+        self.late, self.early, self.urgent = (
+            [x for x in exchanges if x.priority == p] for p in ("late", "early", "urgent")
+        )
+        late, early = [x.launch for x in self.late], [x.launch for x in self.early]
+        self.predecessors = predecessors(nodes, late, early)
+        self.successors: dict[fx.Node, Order] = {n: [] for n in nodes}
+        for node, earlier in self.predecessors.items():
+            for e in earlier:
+                self.successors[e].append(node)
+        self.background = {n for n in self._descendants([*late, *early]) if n.op == "call_function"}
+        self.after_waits = self._descendants([n for n in nodes if n.target is WAIT and n not in self.background])
+        self.wire, self.now, self.compute_left = _Wire(), 0.0, sum(seconds.values())
+        self.order: Order = []
+        self.scheduled: set[fx.Node] = set()
+
+    def run(self) -> Order:
+        sunk = self._nodes_to_sink()
+        main = [n for n in self.nodes if n not in sunk and n not in self.background and n.op != "output"]
+        first = [n for n in main if n not in self.after_waits or not self.hoist]
+        last = [n for n in main if n in self.after_waits and self.hoist]
+        background = sorted(self.background, key=self._background_order)
+        for node in self.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._schedule(node)
+        for node in [*first, *sorted(sunk, key=self.position.__getitem__), *last]:
+            if node.target is not WAIT:  # a wait stands directly before its first consumer
+                self._schedule(node)
+                background = self._schedule_background(background)
+        for node in [*main, *background, self.nodes[-1]]:
+            self._schedule(node)
+        return self.order
+
+    # -- what belongs to what -------------------------------------------------------------------------------------
+
+    def _descendants(self, start: Order) -> set[fx.Node]:
+        """`start` and all that data flow makes of it."""
+        reached = set(start)
+        for node in self.nodes:
+            if node.op != "output" and any(n in reached for n in node.all_input_nodes):
+                reached.add(node)
+        return reached
+
+    def _ancestors(self, start: Order) -> set[fx.Node]:
+        """`start` and all that must run before it."""
+        reached, todo = set(start), list(start)
+        while todo:
+            new = [n for n in self.predecessors[todo.pop()] if n not in reached]
+            reached.update(new)
+            todo += new
+        return reached
+
+    def _nodes_to_sink(self) -> dict[fx.Node, None]:
+        """Work in front of the last urgent launch that no launch needs, the last first: it will cover them.
+
+        All of it, whatever the batch that was traced sends: later ones may send more, and only memory is at stake.
+        """
+        sunk: dict[fx.Node, None] = {}
+        launches = [x.launch for x in self.urgent]
+        needed = self._ancestors(launches)
+        for node in reversed(self.nodes[: max(map(self.position.__getitem__, launches), default=0)]):
+            if self._may_sink(node, needed, sunk):
+                sunk[node] = None
+        return dict.fromkeys(list(sunk)[: int(len(sunk) * self.sink_share)])
+
+    def _may_sink(self, node: fx.Node, needed: set[fx.Node], sunk: dict[fx.Node, None]) -> bool:
+        if node.op != "call_function" or node in needed or node in self.background or node in self.after_waits:
+            return False
+        return all(u in sunk or u.op == "output" for u in self.successors[node])
+
+    def _background_order(self, node: fx.Node) -> tuple[int, int]:
+        """All late launches, then what follows from them as it stood."""
+        x = self.exchange_of_launch.get(node)
+        return (0 if x is not None and x.priority == "late" else 1, self.position[node])
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def _wire_seconds(self, x: GraphExchange) -> float:
+        """There are no late gradients in the first step, which is the one traced: as many as early rows will come."""
+        same_size = [x]
+        if x in self.late and len(self.late) == len(self.early):
+            same_size.append(self.early[self.late.index(x)])
+        bytes_per_second = self.bytes_per_second or link_speed.of(argument(x.launch, "group_name"))
+        return max(node_cost.wire_seconds(y.bytes, bytes_per_second) for y in same_size)
+
+    def _urgent_in_flight(self) -> bool:
+        return any(n not in self.scheduled for x in self.urgent for n in (x.launch, *waits_of(x.launch)))
+
+    def _schedule_background(self, pending: Order) -> Order:
+        """Those whose time has come; the others are returned."""
+        if pending and self._urgent_in_flight():
+            return pending
+        while pending:
+            x = self.exchange_of_wait.get(pending[0])
+            if x is not None and self.now < self._wait_time(x):
+                break
+            self._schedule(pending[0])
+            pending = pending[1:]
+        return pending
+
+    def _wait_time(self, x: GraphExchange) -> float:
+        """When to wait for late gradients: after they arrived, half-way to where it would be late for what follows.
+
+        That is the end of this graph, or where the early rows would not arrive before the backward pass ends.
+        """
+        arrival = self.wire.arrival[x.launch]
+        end = self.now + self.compute_left
+        early_rows = sum(self._wire_seconds(y) for y in self.early)
+        return max(arrival, (arrival + min(end, end * (1 + BACKWARD_WORK) - early_rows)) / 2)
+
+    def _schedule(self, node: fx.Node) -> None:
+        """Append a node, and before it what must run before it, the first of its inputs first."""
+        if node in self.scheduled:
+            return
+        path = [(node, iter(self.predecessors[node]))]
+        while path:
+            node, earlier = path[-1]
+            missing = next((n for n in earlier if n not in self.scheduled), None)
+            if missing is not None:
+                path.append((missing, iter(self.predecessors[missing])))
+            else:
+                path.pop()
+                self._append(node)
+
+    def _append(self, node: fx.Node) -> None:
+        if node in self.exchange_of_wait:
+            self.now = max(self.now, self.wire.arrival[self.exchange_of_wait[node].launch])
+        self.now += self.seconds[node]
+        self.compute_left -= self.seconds[node]
+        if node in self.exchange_of_launch:
+            x = self.exchange_of_launch[node]
+            self.wire.launch(x, self.now, self._wire_seconds(x))
+        self.order.append(node)
+        self.scheduled.add(node)

@@ -1,0 +1,92 @@
+"""What a user gets from `balance`: where every sample goes, and how even that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from freescale.runtime.balance.integer_problem import Problem
+
+
+@dataclass(frozen=True)
+class BalanceResult:
+    """Where every sample goes.
+
+    rank           rank of each sample
+    step           step of each sample; 0 but for the method `local`
+    order          all samples, by rank, then step, then as sample_costs: the batches that the ranks should have
+    counts         samples of each rank
+    loss_weights   per sample. If each rank averages loss * weight over its samples and the ranks' results are averaged
+                   (as DDP does), the result is the mean over all samples. All 1 if all ranks have equal counts
+    loads          cost of each rank
+    straggler      share of the time that the average rank waits for the slowest: 1 - mean load / largest load
+    before         the same if every sample stays at home
+    bound          the same if the largest load were max(mean load, longest sample): no assignment is better
+    moved_bytes    bytes that leave their home rank (samples, if no sizes are sample_costs)
+    oversized      samples that cost more than the mean load of a rank: nothing can balance these
+    method         what made this assignment
+    """
+
+    rank: np.ndarray
+    step: np.ndarray
+    order: np.ndarray
+    counts: np.ndarray
+    loss_weights: np.ndarray
+    loads: np.ndarray
+    straggler: float
+    before: float
+    bound: float
+    moved_bytes: int
+    oversized: np.ndarray
+    method: str
+
+    def samples_of(self, rank: int) -> np.ndarray:
+        """The samples of one rank, in their order."""
+        end = int(self.counts[: rank + 1].sum())
+        return self.order[end - int(self.counts[rank]) : end]
+
+
+def make_result(
+    problem: Problem,
+    costs: np.ndarray,
+    rank: np.ndarray,
+    method: str,
+    step: np.ndarray | None = None,
+    step_before: np.ndarray | None = None,
+    steps: int = 1,
+) -> BalanceResult:
+    """`step` of each sample, and the one that it was to be in before; None: all are in one step."""
+    ranks = problem.ranks
+    if step is None:
+        step = np.zeros(len(costs), np.int64)
+    total = float(costs.sum())
+    loads, straggler = _loads_and_straggler(costs, rank, step, ranks, steps)
+    _, before = _loads_and_straggler(costs, problem.home, step if step_before is None else step_before, ranks, steps)
+    largest = max(total / ranks, float(costs.max(initial=0.0)))
+    batch = step * ranks + rank  # that a rank trains on in a step
+    batch_sizes = np.bincount(batch, minlength=steps * ranks)
+    step_sizes = np.maximum(batch_sizes.reshape(steps, ranks).sum(1), 1)
+    return BalanceResult(
+        rank=rank,
+        step=step,
+        order=np.argsort(rank * steps + step, kind="stable"),
+        counts=np.bincount(rank, minlength=ranks),
+        loss_weights=(batch_sizes * np.repeat(ranks / step_sizes, ranks))[batch],
+        loads=loads,
+        straggler=straggler,
+        before=before,
+        bound=1 - total / ranks / largest if largest else 0.0,
+        moved_bytes=int(problem.sizes[rank != problem.home].sum()),
+        oversized=np.flatnonzero(costs > total / ranks) if ranks > 1 else np.zeros(0, np.int64),
+        method=method,
+    )
+
+
+def _loads_and_straggler(
+    costs: np.ndarray, rank: np.ndarray, step: np.ndarray, ranks: int, steps: int
+) -> tuple[np.ndarray, float]:
+    """Load of each rank, and the share of the time that the average rank waits for the slowest, step by step."""
+    loads = np.bincount(step * ranks + rank, costs, minlength=steps * ranks).reshape(steps, ranks)
+    longest = float(loads.max(1).sum())
+    return loads.sum(0), max(0.0, 1 - float(loads.sum()) / ranks / longest) if longest else 0.0
