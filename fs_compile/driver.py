@@ -28,7 +28,7 @@ from freescale import graph_records, progress
 from freescale.compat import fx_values, inductor, logs
 from freescale.config import Config
 from freescale.graph_records import GraphRecord
-from freescale.kernels.ops.schemas import COPYING
+from freescale.kernels.ops.schemas import COPY_TRANSPORTS
 from freescale.kernels.transports import choose
 from freescale.passes.exchange_meta import CannotApply, Exchange, argument, exchanges
 from freescale.passes.find_exchanges import count_exchanges
@@ -182,7 +182,7 @@ def _agree_on_launches(way: str, graph: fx.Graph, found: list[Exchange], timeout
 
 
 def _carried(x: Exchange) -> str:
-    over = [name for name in COPYING if str(x.launch.target).endswith(f"_{name}.default")]
+    over = [name for name in COPY_TRANSPORTS if str(x.launch.target).endswith(f"_{name}.default")]
     return f"{x} over {over[0]}" if over else str(x)
 
 

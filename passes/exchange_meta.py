@@ -9,14 +9,11 @@ import sympy
 import torch
 from torch import fx
 
-from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
-
 KEY = "freescale"  # node.meta[KEY] holds the Exchange of a node that starts one
 # Where a node came from. What torch noted about the call itself (its arguments' layouts) is not true of new nodes.
 ORIGIN = ("stack_trace", "nn_module_stack", "custom", "seq_nr")
 PINNED = "freescale_pinned"  # set on a node whose place among the compute the compiler must keep
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-PRIORITIES = {URGENT: "urgent", LATE: "late", EARLY: "early"}
 
 
 class CannotApply(Exception):

@@ -19,7 +19,8 @@ import torch
 from torch import fx
 
 from freescale.config import Config
-from freescale.passes.exchange_meta import KEY, PRIORITIES, Exchange, argument, first_user, size_in_bytes, wait_of
+from freescale.kernels.ops.schemas import PRIORITY_NAMES
+from freescale.passes.exchange_meta import KEY, Exchange, argument, first_user, size_in_bytes, wait_of
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def _ours(kind: str, way: str, node: fx.Node, wait: fx.Node | None) -> Exchange:
     like = argument(node, "grad" if way == "gradients" else "token").meta["val"]
     n_recv = argument(node, "n_recv")
     received = size_in_bytes(like, n_recv.meta["val"] if isinstance(n_recv, fx.Node) else n_recv)
-    priority = PRIORITIES[argument(node, "priority")]
+    priority = PRIORITY_NAMES[argument(node, "priority")]
     consumer = first_user(wait) if wait is not None else None
     return Exchange(kind, way, priority, received, node, wait, consumer, argument(node, "table"))
 

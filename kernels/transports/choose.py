@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import COPYING, lib
+from freescale.kernels.ops.schemas import COPY_TRANSPORTS, PRIORITY_NAMES, lib
 from freescale.kernels.transports import launch_record
 
-NAMES = ("c10d", *COPYING)
+NAMES = ("c10d", *COPY_TRANSPORTS)
 
 
 class CannotCarry(ValueError):
@@ -90,7 +90,7 @@ def op_of(op: Any, name: str) -> Any:
     return op if name == "c10d" else getattr(torch.ops.freescale, f"{op._schema.name.split('::')[1]}_{name}").default
 
 
-ARGUMENTS: dict[str, dict[str, Any]] = {name: {} for name in COPYING}  # to open one with; the backend's flags fill it
+ARGUMENTS: dict[str, dict[str, Any]] = {name: {} for name in COPY_TRANSPORTS}  # to open one with; the backend's flags fill it
 _open: dict[tuple[str, str], tuple[Any, Any]] = {}  # names of transport and group: the group, its transport
 
 
@@ -136,7 +136,7 @@ def close() -> None:
 def _implement(name: str) -> None:
     def launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
         group = distributed.group_by_name(group_name)
-        with launch_record.label(f"launch {launch_record.PRIORITIES[priority]} {what}"):
+        with launch_record.label(f"launch {PRIORITY_NAMES[priority]} {what}"):
             out, work = of(name, group, x.device).start(x, send_counts, recv_counts, n_recv, priority)
         return launch_record.started(work, what, priority, out, group)
 
@@ -144,12 +144,12 @@ def _implement(name: str) -> None:
         return launch(f"gradients of {table}", x, send_counts, recv_counts, n_recv, priority, group_name)
 
     def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
-        sent = table_registry.look_up(table, rows)
+        sent = table_registry.gather_rows(table, rows)
         return launch(f"rows of {table}", sent, send_counts, recv_counts, n_recv, priority, group_name)
 
     for fn in (all_to_all_launch, all_to_all_rows_launch):
         lib.impl(f"{fn.__name__}_{name}", torch.compiler.disable(fn), "CompositeExplicitAutograd")
 
 
-for _name in COPYING:
+for _name in COPY_TRANSPORTS:
     _implement(_name)

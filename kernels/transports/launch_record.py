@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed, logs
-from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
+from freescale.kernels.ops.schemas import PRIORITY_NAMES
 
-PRIORITIES = {URGENT: "urgent", LATE: "late", EARLY: "early"}
 KEPT = 100_000
 
 
@@ -93,7 +92,7 @@ def started(
     work: Any, what: str, priority: int, out: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Register `work` for `out`, so that a wait for `out` waits for it, and note it."""
-    distributed.register_work(out, Launched(work, f"{PRIORITIES[priority]} {what}", out, group))
+    distributed.register_work(out, Launched(work, f"{PRIORITY_NAMES[priority]} {what}", out, group))
     return out
 
 

@@ -8,12 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from freescale.kernels import rows as row_kernels
+from freescale.kernels import row_kernels
 from freescale.kernels.planning import exchange_plan
 from freescale.kernels.transports import choose
 from freescale.runtime.tables.table_exchange import Exchange
-
-OPTIMIZERS = ("sgd", "rowwise_adagrad")
 
 
 class ShardedEmbedding(nn.Module):
@@ -52,8 +50,8 @@ class ShardedEmbedding(nn.Module):
                 f"freescale: ShardedEmbedding {name!r} needs a process group: "
                 "call torch.distributed.init_process_group first"
             )
-        if optimizer not in OPTIMIZERS:
-            legal = ", ".join(OPTIMIZERS)
+        if optimizer not in row_kernels.OPTIMIZERS:
+            legal = ", ".join(row_kernels.OPTIMIZERS)
             raise ValueError(f"freescale: optimizer must be one of {legal}, found {optimizer!r}")
         if num_embeddings < 1 or embedding_dim < 1:
             raise ValueError(f"freescale: table {name!r} is empty: {num_embeddings} x {embedding_dim}")

@@ -73,9 +73,9 @@ def test_import_direction(folder: str):
         ("passes", "from freescale.runtime import meter", {"freescale.runtime.meter"}),
         ("passes", "from freescale import runtime", {"freescale.runtime"}),
         ("runtime", "import freescale.passes.exchange_meta", {"freescale.passes.exchange_meta"}),
-        ("fs_compile", "import kernels.rows", {"kernels.rows"}),
+        ("fs_compile", "import kernels.row_kernels", {"kernels.row_kernels"}),
         ("passes", "from . import node_cost", {"..node_cost"}),
-        ("passes", "import sympy, torch\nfrom torch import fx\nfrom freescale.kernels import rows", set()),
+        ("passes", "import sympy, torch\nfrom torch import fx\nfrom freescale.kernels import row_kernels", set()),
     ],
 )
 def test_wrong_imports_are_found(folder: str, source: str, wrong: set[str]):
