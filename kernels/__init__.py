@@ -2,4 +2,4 @@
 
 from freescale.kernels import reference, row_kernels  # noqa: F401  (registers the ops and their implementations)
 from freescale.kernels.ops import schemas  # noqa: F401  (registers the ops and their implementations)
-from freescale.kernels.transports import choose  # noqa: F401  (registers the ops and their implementations)
+from freescale.kernels.transports import open_transports  # noqa: F401  (registers the ops and their implementations)

@@ -47,9 +47,9 @@ def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, grou
 def _launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
     out = x.new_empty((n_recv, *x.shape[1:]))
     group = distributed.group_by_name(group_name)
-    with launch_record.label(f"launch {PRIORITY_NAMES[priority]} {what}"):
-        work = c10d.start(out, x, recv_counts.tolist(), send_counts.tolist(), group)
-    return launch_record.started(work, what, priority, out, group)
+    with launch_record.profiler_range(f"launch {PRIORITY_NAMES[priority]} {what}"):
+        work = c10d.start_all_to_all(out, x, recv_counts.tolist(), send_counts.tolist(), group)
+    return launch_record.register_launch(work, what, priority, out, group)
 
 
 def sum_rows(x, order, ends):
@@ -90,7 +90,7 @@ def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
     device = ids[0].device
     owners = exchange_plan.OwnerMap(bounds, shifts, starts)
     group = distributed.group_by_name(group_name)
-    with launch_record.blocked("planning in the step"):
+    with launch_record.record_host_wait("planning in the step"):
         requests = row_requests.request_rows([i.cpu() for i in ids], firsts, sizes, owners, table, group)
     needed, own = requests.needed, exchange_plan.deduplicate(requests.rows)
     as_requester = [t.to(device) for t in (exchange_plan.inverse_index(needed), needed.order, needed.ends)]
@@ -101,7 +101,7 @@ def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
 def checked_rows(ids, firsts, sizes, table, group_name):
     group = distributed.group_by_name(group_name)
     invalid = exchange_plan.first_invalid_id(ids, sizes)
-    with launch_record.blocked("planning in the step"):
+    with launch_record.record_host_wait("planning in the step"):
         row_requests.exchange_request_counts(torch.zeros(group.size(), dtype=torch.int64), invalid, table, group)
     return torch.cat([i.long() + first for i, first in zip(ids, firsts, strict=True)])
 

@@ -241,7 +241,7 @@ class _Scheduler:
     def _wire_seconds(self, x: Exchange) -> float:
         """There are no late gradients in the first step, which is the one traced: as many as early rows will come."""
         like = [x, self.early[self.late.index(x)]] if x in self.late and len(self.late) == len(self.early) else [x]
-        link = self.link or link_speed.of(argument(x.launch, "group_name"))
+        link = self.link or link_speed.estimate(argument(x.launch, "group_name"))
         return max(node_cost.wire_seconds(y.bytes, link) for y in like)
 
     def _urgent_under_way(self) -> bool:

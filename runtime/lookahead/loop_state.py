@@ -17,7 +17,7 @@ import torch
 from freescale.compat import dynamo
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import EARLY, LATE
-from freescale.kernels.transports import choose
+from freescale.kernels.transports import open_transports
 from freescale.runtime import batch_structure
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.table_exchange import Exchange
@@ -105,7 +105,7 @@ class Run:
     def begin(self) -> None:
         """The batch handed out last is about to go through the model, on every rank."""
         assert self.current is not None
-        choose.check()
+        open_transports.check()
         for x, p in zip(self.exchanges, self.current.plans, strict=True):
             if (p.arrived.dtype, p.arrived.device) != (x.anchor.dtype, x.anchor.device):
                 raise RuntimeError(
@@ -175,7 +175,7 @@ class Run:
     @dynamo.outside_inference_mode()
     def apply(self) -> None:
         """Send and apply what is pending. Every rank does so at the same place."""
-        choose.check()
+        open_transports.check()
         for x, q in self._left():
             try:
                 _apply_late(x, q)

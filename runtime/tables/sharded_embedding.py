@@ -10,7 +10,7 @@ from torch import nn
 
 from freescale.kernels import row_kernels
 from freescale.kernels.planning import exchange_plan
-from freescale.kernels.transports import choose
+from freescale.kernels.transports import open_transports
 from freescale.runtime.tables.table_exchange import Exchange
 
 
@@ -69,7 +69,7 @@ class ShardedEmbedding(nn.Module):
         self.register_buffer("weight", local)
         self.register_buffer("momentum", local.new_zeros(mine.rows if optimizer == "rowwise_adagrad" else 0))
         self._exchange = Exchange(name, self, list(self.shards), [num_embeddings], [(name, 0)], group)
-        self.register_state_dict_pre_hook(choose.settle)
+        self.register_state_dict_pre_hook(open_transports.drain)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self._exchange.lookup([ids], self._divide_by)[0]
