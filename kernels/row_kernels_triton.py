@@ -27,29 +27,29 @@ LONG_UNROLL = 16  # entries of a long segment that are in flight at once
 
 @triton.jit(do_not_specialize=["n"])
 def _gather(source, index, out, n, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(index + at, mask=at < n, other=0)
+    position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(index + position, mask=position < n, other=0)
     for first in tl.static_range(0, DIM, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        inside = (at < n)[:, None] & (column < DIM)[None, :]
+        inside = (position < n)[:, None] & (column < DIM)[None, :]
         x = tl.load(source + row[:, None] * DIM + column[None, :], mask=inside)
-        tl.store(out + at[:, None] * DIM + column[None, :], x, mask=inside)
+        tl.store(out + position[:, None] * DIM + column[None, :], x, mask=inside)
 
 
 @triton.jit
-def _weights(weight, row, column, DIM: tl.constexpr):
+def _load_weights(weight, row, column, DIM: tl.constexpr):
     inside = (row >= 0)[:, None] & (column < DIM)[None, :]
     return tl.load(weight + row[:, None].to(tl.int64) * DIM + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def _momenta(momentum, row, MODE: tl.constexpr):
+def _load_momenta(momentum, row, MODE: tl.constexpr):
     # to be kept in the cache: neighbours share what one access brings, and each is written back
     return tl.load(momentum + row, mask=row >= 0, other=0.0, eviction_policy="evict_last") if MODE == 2 else row
 
 
 @triton.jit
-def _step(weight, momentum, row, w, m, grad, column, lr, eps, DIM: tl.constexpr, MODE: tl.constexpr):
+def _optimizer_step(weight, momentum, row, w, m, grad, column, lr, eps, DIM: tl.constexpr, MODE: tl.constexpr):
     """The optimizer's step in float32, rounded once."""
     w = w.to(tl.float32)
     if MODE == 2:
@@ -66,7 +66,7 @@ def _step(weight, momentum, row, w, m, grad, column, lr, eps, DIM: tl.constexpr,
 
 
 @triton.jit
-def _bounds(ends, segment, n_segments, LONG_SEGMENT: tl.constexpr):
+def _short_bounds(ends, segment, n_segments, LONG_SEGMENT: tl.constexpr):
     """Where segments begin and end in `order`, and whether they are there and short; the others have no entries."""
     end = tl.load(ends + segment, mask=segment < n_segments, other=0)
     begin = tl.load(ends + segment - 1, mask=(segment > 0) & (segment < n_segments), other=0)
@@ -75,26 +75,26 @@ def _bounds(ends, segment, n_segments, LONG_SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def _rows_at(rows, segment, there, MODE: tl.constexpr):
+def _load_rows(rows, segment, there, MODE: tl.constexpr):
     return tl.load(rows + segment, mask=there, other=-1).to(tl.int32) if MODE != 0 else tl.zeros_like(segment)
 
 
 @triton.jit
-def _entries(order, begin, length, entry, UNROLL: tl.constexpr):
+def _load_entries(order, begin, length, entry, UNROLL: tl.constexpr):
     """The next entries of each segment, -1 where it has no more."""
-    at = ()
+    x_rows = ()
     for ahead in tl.static_range(UNROLL):
         here = tl.load(order + begin + (entry + ahead), mask=entry + ahead < length, other=-1)
-        at = at + (here.to(tl.int32),)  # type: ignore[assignment]
-    return at
+        x_rows = x_rows + (here.to(tl.int32),)  # type: ignore[assignment]
+    return x_rows
 
 
 @triton.jit
-def _add(total, x, at, column, DIM: tl.constexpr, UNROLL: tl.constexpr):
+def _add_rows(total, x, x_rows, column, DIM: tl.constexpr, UNROLL: tl.constexpr):
     for ahead in tl.static_range(UNROLL):
-        inside = (at[ahead] >= 0)[:, None] & (column < DIM)[None, :]
-        x_at = x + at[ahead][:, None].to(tl.int64) * DIM + column[None, :]
-        total += tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+        inside = (x_rows[ahead] >= 0)[:, None] & (column < DIM)[None, :]
+        pointers = x + x_rows[ahead][:, None].to(tl.int64) * DIM + column[None, :]
+        total += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     return total
 
 
@@ -109,32 +109,32 @@ def _short_segments(
     first = tl.program_id(0).to(INDEX) * SEGMENTS
     segment = first + tl.arange(0, SEGMENTS)
     # Bounds and rows are fetched two rounds ahead, indices and momenta one, so that a round waits for its rows alone.
-    begin, length, live = _bounds(ends, segment, n_segments, LONG_SEGMENT)
-    begin1, length1, live1 = _bounds(ends, segment + stride, n_segments, LONG_SEGMENT)
-    at = _entries(order, begin, length, 0, UNROLL)
-    row = _rows_at(rows, segment, live, MODE)
-    row1 = _rows_at(rows, segment + stride, live1, MODE)
-    m = _momenta(momentum, row, MODE)
+    begin, length, live = _short_bounds(ends, segment, n_segments, LONG_SEGMENT)
+    begin1, length1, live1 = _short_bounds(ends, segment + stride, n_segments, LONG_SEGMENT)
+    x_rows = _load_entries(order, begin, length, 0, UNROLL)
+    row = _load_rows(rows, segment, live, MODE)
+    row1 = _load_rows(rows, segment + stride, live1, MODE)
+    m = _load_momenta(momentum, row, MODE)
     for here in range(first, n_segments, stride):
         segment = here + tl.arange(0, SEGMENTS)
-        begin2, length2, live2 = _bounds(ends, segment + 2 * stride, n_segments, LONG_SEGMENT)
-        at1 = _entries(order, begin1, length1, 0, UNROLL)
-        row2 = _rows_at(rows, segment + 2 * stride, segment + 2 * stride < n_segments, MODE)
-        m1 = _momenta(momentum, row1, MODE)
+        begin2, length2, live2 = _short_bounds(ends, segment + 2 * stride, n_segments, LONG_SEGMENT)
+        x_rows1 = _load_entries(order, begin1, length1, 0, UNROLL)
+        row2 = _load_rows(rows, segment + 2 * stride, segment + 2 * stride < n_segments, MODE)
+        m1 = _load_momenta(momentum, row1, MODE)
         if MODE != 0:
-            w = _weights(weight, row, column, DIM)
+            w = _load_weights(weight, row, column, DIM)
         # Not the `length` at hand: as the bound of an inner loop, Triton (3.6, 3.7) takes what a loop carries for what
         # it began with, when it changes layouts.
-        _, lengths, _ = _bounds(ends, segment, n_segments, LONG_SEGMENT)
-        total = _add(tl.zeros((SEGMENTS, COLUMNS), tl.float32), x, at, column, DIM, UNROLL)
+        _, lengths, _ = _short_bounds(ends, segment, n_segments, LONG_SEGMENT)
+        total = _add_rows(tl.zeros((SEGMENTS, COLUMNS), tl.float32), x, x_rows, column, DIM, UNROLL)
         for entry in range(UNROLL, tl.max(lengths, 0), UNROLL):
-            total = _add(total, x, _entries(order, begin, length, entry, UNROLL), column, DIM, UNROLL)
+            total = _add_rows(total, x, _load_entries(order, begin, length, entry, UNROLL), column, DIM, UNROLL)
         if MODE == 0:
             to = out + segment[:, None].to(tl.int64) * DIM + column[None, :]
             tl.store(to, total.to(out.dtype.element_ty), mask=live[:, None] & (column < DIM)[None, :])
         else:
-            _step(weight, momentum, tl.where(live, row, -1), w, m, total, column, lr, eps, DIM, MODE)
-        begin, length, live, at, row, m = begin1, length1, live1, at1, row1, m1
+            _optimizer_step(weight, momentum, tl.where(live, row, -1), w, m, total, column, lr, eps, DIM, MODE)
+        begin, length, live, x_rows, row, m = begin1, length1, live1, x_rows1, row1, m1
         begin1, length1, live1, row1 = begin2, length2, live2, row2
 
 
@@ -142,10 +142,10 @@ def _short_segments(
 def _sum_between(x, order, entry, end, column, DIM: tl.constexpr, UNROLL: tl.constexpr):
     """The sum of entries of `order`, UNROLL at a time; the indices of the next ones travel with the rows of these."""
     total = tl.zeros((column.shape[0],), tl.float32)
-    at = ()
+    x_rows = ()
     for ahead in tl.static_range(UNROLL):
         here = tl.load(order + tl.minimum(entry + ahead, end - 1)).to(tl.int32)
-        at = at + (here,)  # type: ignore[assignment]
+        x_rows = x_rows + (here,)  # type: ignore[assignment]
     while entry < end:
         upcoming = ()
         for ahead in tl.static_range(UNROLL):
@@ -153,8 +153,8 @@ def _sum_between(x, order, entry, end, column, DIM: tl.constexpr, UNROLL: tl.con
             upcoming = upcoming + (here,)  # type: ignore[assignment]
         for ahead in tl.static_range(UNROLL):
             inside = (column < DIM) & (entry + ahead < end)
-            total += tl.load(x + at[ahead].to(tl.int64) * DIM + column, mask=inside, other=0.0).to(tl.float32)
-        at = upcoming
+            total += tl.load(x + x_rows[ahead].to(tl.int64) * DIM + column, mask=inside, other=0.0).to(tl.float32)
+        x_rows = upcoming
         entry += UNROLL
     return total
 
@@ -195,7 +195,7 @@ def _sum_runs(
 
 
 @triton.jit
-def _join_runs(sums, begin, end, column, DIM: tl.constexpr, RUN_LENGTH: tl.constexpr, UNROLL: tl.constexpr):
+def _add_run_sums(sums, begin, end, column, DIM: tl.constexpr, RUN_LENGTH: tl.constexpr, UNROLL: tl.constexpr):
     """The sum of a segment's runs, from where _sum_runs has put them."""
     window, runs = begin // RUN_LENGTH, tl.cdiv(end - begin, RUN_LENGTH)
     first = 2 * window + (begin % RUN_LENGTH != 0).to(tl.int64)
@@ -225,18 +225,18 @@ def _long_segments(
             one = tl.min(tl.where(long & (segment > one), segment, n_segments), 0)
             if MODE != 0:
                 row = tl.load(rows + one + tl.zeros((1,), tl.int32)).to(tl.int32)
-                w, m = _weights(weight, row, column, DIM), _momenta(momentum, row, MODE)
+                w, m = _load_weights(weight, row, column, DIM), _load_momenta(momentum, row, MODE)
             from_entry, to_entry = tl.load(ends + one - 1, mask=one > 0, other=0), tl.load(ends + one)
             if sums is None:
                 total = _sum_between(x, order, from_entry, to_entry, column, DIM, UNROLL)
             elif to_entry - from_entry > RUN_LENGTH:
-                total = _join_runs(sums, from_entry, to_entry, column, DIM, RUN_LENGTH, UNROLL)
+                total = _add_run_sums(sums, from_entry, to_entry, column, DIM, RUN_LENGTH, UNROLL)
             else:
                 total = _sum_between(x, order, from_entry, to_entry, column, DIM, UNROLL)
             if MODE == 0:
                 tl.store(out + one * DIM + column, total.to(out.dtype.element_ty), mask=column < DIM)
             else:
-                _step(weight, momentum, row, w, m, total[None, :], column, lr, eps, DIM, MODE)
+                _optimizer_step(weight, momentum, row, w, m, total[None, :], column, lr, eps, DIM, MODE)
 
 
 def gather(source: torch.Tensor, index: torch.Tensor, tile: int = 4096, warps: int = 4) -> torch.Tensor:

@@ -136,12 +136,12 @@ def cpu_group(group: dist.ProcessGroup, timeout: float, number: int = 0) -> dist
     known = _cpu_groups.get(key)
     if known is not None and known[0] is group:
         return known[1]
-    made = dist.new_group(
+    gloo_group = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=timedelta(seconds=timeout),
         backend="gloo",
         use_local_synchronization=True,
     )
-    assert isinstance(made, dist.ProcessGroup)
-    _cpu_groups[key] = group, made
-    return made
+    assert isinstance(gloo_group, dist.ProcessGroup)
+    _cpu_groups[key] = group, gloo_group
+    return gloo_group

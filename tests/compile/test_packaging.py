@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,13 @@ def test_import_direction(folder: str):
 )
 def test_wrong_imports_are_found(folder: str, source: str, wrong: set[str]):
     assert wrong_imports(folder, source) == wrong
+
+
+def test_the_environment_is_read_in_two_places():
+    """Settings of freescale in one, what torchrun and torch say in the other."""
+    files = [f for folder in FOLDERS.values() for f in (ROOT / folder).rglob("*.py")]
+    reading = {str(f.relative_to(ROOT)) for f in files if re.search(r"\b(environb?|getenvb?)\b", f.read_text())}
+    assert reading == {"fs_compile/config.py", "fs_compile/compat/launcher_environment.py"}
 
 
 def python(code: str, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -22,7 +22,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from freescale.compat import torch_version
+from freescale.compat.version import torch_version
 from freescale.config import Config
 from freescale.driver import observe
 from freescale.passes.exchange_meta import exchanges
