@@ -88,8 +88,8 @@ class ZeroSm:
         self.sms = torch.cuda.get_device_properties(0).multi_processor_count
         self.data = torch.randint(0, 255, (64 << 20,), dtype=torch.uint8, device="cuda").view(-1, 256)
         self.other, self.words = torch.empty_like(self.data), torch.zeros(64, dtype=torch.int32, device="cuda")
-        lane = transport._out[0][0]
-        self.slot, self.piece = lane.data, lane.piece
+        lane = transport._lanes_out[0][0]
+        self.slot, self.piece = lane.data_address, lane.piece_bytes
         self.host_word = torch.zeros(64, dtype=torch.int32, pin_memory=True)
 
     def exchange(self) -> None:
@@ -97,18 +97,18 @@ class ZeroSm:
         self.arrived = wait(self.transport.launch(self.data, rows, rows, int(rows), 0))
 
     def operations(self) -> dict[str, Callable[[], Any]]:
-        d, s = self.driver, self.stream.cuda_stream
+        d, s, of_transport = self.driver, self.stream.cuda_stream, self.transport.streams[0][0][0]
         a, b, word = self.data.data_ptr(), self.other.data_ptr(), self.words.data_ptr()
         return {
-            "staged: copy out, device to slot": lambda: d.copy_out(self.slot, a, self.piece, s),
-            "staged: copy in, slot to device": lambda: d.copy_in(b, self.slot, self.piece, s),
-            "staged: signal, word of host memory": lambda: d.write(self.host_word.data_ptr(), 7, s),
-            "staged: stream wait, word of host memory": lambda: d.wait(self.host_word.data_ptr(), 7, s),
-            "staged: event between two streams": lambda: d.after(self.stream, d.mark(self.transport.streams[0][0][0])),
+            "staged: copy out, device to slot": lambda: d.copy_to_host(self.slot, a, self.piece, s),
+            "staged: copy in, slot to device": lambda: d.copy_to_device(b, self.slot, self.piece, s),
+            "staged: signal, word of host memory": lambda: d.write_word(self.host_word.data_ptr(), 7, s),
+            "staged: stream wait, word of host memory": lambda: d.wait_for_word(self.host_word.data_ptr(), 7, s),
+            "staged: event between two streams": lambda: d.wait_for_event(self.stream, d.record_event(of_transport)),
             "staged: a whole all-to-all of 64 MiB": self.exchange,
-            "peer: signal, word of device memory": lambda: d.write(word, 7, s),
-            "peer: stream wait, word of device memory": lambda: d.wait(word, 7, s),
-            "peer: copy on one and the same device": lambda: d.copy_across(b, a, 1 << 20, s),
+            "peer: signal, word of device memory": lambda: d.write_word(word, 7, s),
+            "peer: stream wait, word of device memory": lambda: d.wait_for_word(word, 7, s),
+            "peer: copy on one and the same device": lambda: d.copy_device_to_device(b, a, 1 << 20, s),
             "any kernel (an addition)": lambda: torch.add(self.words, 1, out=self.words),
         }
 
@@ -131,7 +131,7 @@ class ZeroSm:
                     return (time.perf_counter() - start) * 1e3
             return None
         finally:
-            self.driver.write(self.stop.data_ptr(), 1, self.stopping)
+            self.driver.write_word(self.stop.data_ptr(), 1, self.stopping)
             torch.cuda.synchronize()
 
     def prove(self) -> dict[str, float | None]:
@@ -244,9 +244,9 @@ class Beside:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         driver, ((outwards, _), (inwards, _)) = self.transport.driver, self.transport.streams[2]
         start.record(torch.cuda.ExternalStream(outwards))
-        driver.copy_out(self.host.data_ptr(), self.data.data_ptr(), self.nbytes, outwards)
-        driver.copy_in(self.to.data_ptr(), self.host.data_ptr() + self.nbytes, self.nbytes, inwards)
-        driver.after(outwards, driver.mark(inwards))
+        driver.copy_to_host(self.host.data_ptr(), self.data.data_ptr(), self.nbytes, outwards)
+        driver.copy_to_device(self.to.data_ptr(), self.host.data_ptr() + self.nbytes, self.nbytes, inwards)
+        driver.wait_for_event(outwards, driver.record_event(inwards))
         end.record(torch.cuda.ExternalStream(outwards))
         return start, end
 

@@ -93,7 +93,7 @@ def wall_ms(run: Run, rounds: int) -> float:
 def measure(features: list[d.Jagged], world: int, rounds: int, slow_rounds: int) -> list[dict[str, Any]]:
     perm = torch.randperm(SAMPLES, device="cuda")
     ends = torch.arange(1, world + 1, device="cuda") * (SAMPLES // world)
-    kinds, entries = [d.kind_of(f) for f in features], [f.values.shape[0] for f in features]
+    kinds, entries = [d.spec_of(f) for f in features], [f.values.shape[0] for f in features]
     slabs, home = d.dispatch(features, perm, ends), torch.argsort(perm)
     for a, b in zip(d.combine(slabs, home, ends, kinds, entries), features, strict=True):
         assert torch.equal(a.values, b.values) and torch.equal(a.offsets, b.offsets)

@@ -31,9 +31,9 @@ check() { # check NAME SECONDS COMMAND...
 
 quick=${QUICK:+--quick}
 check tests 540 pytest -q -m gpu tests/kernels/test_gpu.py
-check kernels 200 pytest -q -m gpu tests/kernels/test_rows_kernels.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
+check kernels 200 pytest -q -m gpu tests/kernels/test_row_kernels.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
 sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python3)
-check sanitizer_rows 200 "${sanitizer[@]}" tests/kernels/test_rows_kernels.py
+check sanitizer_rows 200 "${sanitizer[@]}" tests/kernels/test_row_kernels.py
 check sanitizer_dispatch 200 "${sanitizer[@]}" tests/kernels/test_sample_packing.py
 check transports 300 pytest -q -m gpu tests/kernels/test_transports.py
 check balance 150 pytest -q -m gpu tests/runtime/samples/test_split_batch.py

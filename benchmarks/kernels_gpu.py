@@ -7,9 +7,7 @@ bytes read and its bytes written. Times are the device's, between two events, wi
 sleeping kernel; medians of interleaved runs. Inputs:
 
     pack      rows of a table of 20 million, for 8 peers, each peer's distinct and ascending, as plans have them
-    expand    Zipf 1.05 ids over 50 million: unique rows in ascending order of id, positions in random order
-    expand, uniform   each unique row at four random positions: more than the cache holds, so reads repeat
-    sum       the gradient of `expand`; the most popular row has some 3% of all positions
+    sum       gradients of Zipf 1.05 ids over 50 million, in random order; the most popular row has some 3% of them
     update    gradients from 8 requesters, each with the distinct rows of its Zipf 1.05 ids over 20 million rows
 """
 
@@ -22,7 +20,7 @@ import torch
 
 import freescale.kernels  # noqa: F401
 from command_line import parser
-from freescale.kernels import reference, rows
+from freescale.kernels import reference, row_kernels
 from gpu_machine import machine, quartiles, write
 
 TABLE, IDS, STRIDE = 20_000_000, 50_000_000, 39_916_801  # a prime: popular rows lie all over the table
@@ -63,18 +61,7 @@ def grouped(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def pack(weight: torch.Tensor, n: int) -> tuple[str, int, Run, Run]:
     at = torch.cat([torch.randint(0, TABLE, (n // 8,), device="cuda").unique() for _ in range(8)])
     moved = 2 * at.numel() * weight[0].nbytes + at.nbytes
-    return f"{at.numel()} rows", moved, lambda: rows.pack_rows(weight, at), lambda: weight.index_select(0, at)
-
-
-def expand(weight: torch.Tensor, n: int, uniform: bool) -> tuple[str, int, Run, Run]:
-    if uniform:
-        inverse, u = torch.randint(0, n // 4, (n,), device="cuda"), n // 4
-    else:
-        distinct, inverse = zipf(n, IDS).unique(return_inverse=True)
-        u = distinct.numel()
-    unique = torch.randn(u, weight.shape[1], device="cuda").to(weight.dtype)
-    moved = unique.nbytes + n * weight[0].nbytes + inverse.nbytes
-    return f"{u} to {n}", moved, lambda: rows.expand_rows(unique, inverse), lambda: unique.index_select(0, inverse)
+    return f"{at.numel()} rows", moved, lambda: row_kernels.pack_rows(weight, at), lambda: weight.index_select(0, at)
 
 
 def summed(weight: torch.Tensor, n: int) -> tuple[str, int, Run, Run]:
@@ -83,7 +70,7 @@ def summed(weight: torch.Tensor, n: int) -> tuple[str, int, Run, Run]:
     moved = grad.nbytes + ends.numel() * weight[0].nbytes + order.nbytes + ends.nbytes
     longest = int(ends.diff().max())
     plain = lambda: reference.sum_rows(grad, order, ends)  # noqa: E731
-    return f"{n} to {ends.numel()}, longest {longest}", moved, lambda: rows.sum_rows(grad, order, ends), plain
+    return f"{n} to {ends.numel()}, longest {longest}", moved, lambda: row_kernels.sum_rows(grad, order, ends), plain
 
 
 def update(weight: torch.Tensor, n: int, momentum: torch.Tensor | None) -> tuple[str, int, Run, Run]:
@@ -96,7 +83,7 @@ def update(weight: torch.Tensor, n: int, momentum: torch.Tensor | None) -> tuple
     args = (weight, momentum, grad, at, order, ends, 1e-3, 1e-8)
     return (
         f"{order.numel()} to {at.numel()}", moved,
-        lambda: rows.update_rows(*args, name, longest=8), lambda: rows.update_rows_reference(*args),
+        lambda: row_kernels.update_rows(*args, name, longest=8), lambda: row_kernels.update_rows_reference(*args),
     )  # fmt: skip
 
 
@@ -107,8 +94,6 @@ def measure(dim: int, dtype: torch.dtype, n: int, rounds: int) -> list[dict[str,
     room, found = torch.empty_like(copied), []
     for name, make in (
         ("pack", lambda: pack(weight, n)),
-        ("expand", lambda: expand(weight, n, False)),
-        ("expand, uniform", lambda: expand(weight, n, True)),
         ("sum", lambda: summed(weight, n)),
         ("update, sgd", lambda: update(weight, n, None)),
         ("update, adagrad", lambda: update(weight, n, momentum)),
@@ -142,8 +127,6 @@ def main() -> None:
 
     headlines = {
         "pack_share_of_copy": worst("pack"),
-        "expand_share_of_copy": worst("expand"),
-        "expand_uniform_share_of_copy": worst("expand, uniform"),
         "update_share_of_copy": worst("update, sgd", "update, adagrad"),
         "update_sgd_share_of_copy": worst("update, sgd"),
         "update_adagrad_share_of_copy": worst("update, adagrad"),

@@ -175,7 +175,7 @@ def meter_share(step: Step) -> float:
     assert group is not None
     began = time.perf_counter()
     for _ in range(repeats):
-        launch_record.Launched(Done(), "x", out, group).wait()
+        launch_record.RecordedWork(Done(), "x", out, group).wait()
     each = (time.perf_counter() - began) / repeats
     launch_record.records.clear()
     return each * len(step.waits) * 1e3 / step.step_ms

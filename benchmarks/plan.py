@@ -107,13 +107,13 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.S
             rank.hear_requests()
             rank.asked = [*rank.asked[-1:], np.unique(values.numpy())]  # here, the key of a row is its number
             clock = [rank.clock()]
-            asked = row_requests.ask([values], [0], [TABLE], rank.owners, "table", None)
+            asked = row_requests.request_rows([values], [0], [TABLE], rank.owners, "table", None)
             clock.append(rank.clock())
             if before is None:
-                everything = [torch.ones_like(t, dtype=torch.bool) for t in (asked.mine.values, asked.rows)]
-                after = step_plan.make(number, values, asked, exchange_plan.split(asked, *everything), like)
+                everything = [torch.ones_like(t, dtype=torch.bool) for t in (asked.needed.values, asked.rows)]
+                after = step_plan.make(number, values, asked, exchange_plan.split_requests(asked, *everything), like)
             else:
-                gradients, rows = row_requests.answer(asked_before, asked, None)
+                gradients, rows = row_requests.split_colliding(asked_before, asked, None)
                 clock.append(rank.clock())
                 after = step_plan.make(number, values, asked, rows, like)
                 step_plan.finish(before, asked_before, gradients)

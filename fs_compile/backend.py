@@ -17,7 +17,7 @@ from torch import fx
 from freescale import config
 from freescale.compat import backports, compiled_modules, dynamo, dynamo_settings, inductor, logs
 from freescale.driver import Driver
-from freescale.kernels.transports import choose
+from freescale.kernels.transports import open_transports
 from freescale.runtime import agreement
 from freescale.runtime.tables import torchrec_collection
 
@@ -43,7 +43,7 @@ def freescale(
         cfg = config.load(options)
         if cfg.dynamic != _process.dynamic:
             raise config.ConfigError("dynamic holds for the whole process: set FREESCALE_DYNAMIC, not an option")
-        choose.ARGUMENTS["staged"]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
+        open_transports.options["staged"]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
         torchrec_collection.raise_if_refused(cfg)
         frame = dynamo.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1

@@ -1,4 +1,4 @@
-"""Every setting of freescale, its legal values and its default. The only module that reads the environment.
+"""Every setting of freescale, its legal values and its default. The only module that reads FREESCALE_* variables.
 
 A field `name` is the variable FREESCALE_NAME and the key "name" of `options=`. An explicit option beats the
 variable, the variable beats the default. A name or a value that is not known is an error that lists the legal

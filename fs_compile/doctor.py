@@ -110,11 +110,11 @@ def _copying_transports(gpus: int) -> dict[str, str]:
         return dict.fromkeys(("staged", "peer"), "no: it copies between GPUs, and there is none")
     staged, peer = "yes", "no: it needs two GPUs that can write into each other's memory"
     try:
-        from freescale.kernels.transports import choose, cuda_driver
+        from freescale.kernels.transports import cuda_driver, selection
 
         cuda_driver.load()
-        if choose.joined_gpus() > 1:
-            peer = f"yes, between {choose.joined_gpus()} GPUs of this host"
+        if selection.peer_accessible_gpus() > 1:
+            peer = f"yes, between {selection.peer_accessible_gpus()} GPUs of this host"
     except Exception as error:
         staged = peer = f"no: {_reason(error)}"
     return {"staged": staged, "peer": peer}

@@ -28,8 +28,8 @@ from freescale import graph_records, progress
 from freescale.compat import fx_values, inductor, logs
 from freescale.config import Config
 from freescale.graph_records import GraphRecord
-from freescale.kernels.ops.schemas import COPYING
-from freescale.kernels.transports import choose
+from freescale.kernels.ops.schemas import COPY_TRANSPORTS
+from freescale.kernels.transports import selection
 from freescale.passes.exchange_meta import CannotApply, GraphExchange, argument, exchanges
 from freescale.passes.find_exchanges import count_exchanges
 from freescale.passes.graph_text import graph_text
@@ -81,7 +81,7 @@ class Driver(inductor.CustomGraphPass):
 
     def uuid(self) -> str:
         settings = sorted(asdict(self.cfg).items())
-        return f"{_source_hash()} {settings} {choose.surroundings()}"
+        return f"{_source_hash()} {settings} {selection.selection_facts()}"
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = cast(fx.GraphModule, graph.owning_module)
@@ -183,7 +183,7 @@ def _insert_agreement(direction: str, graph: fx.Graph, launched: list[GraphExcha
 
 
 def _launch_text(x: GraphExchange) -> str:
-    transports = [name for name in COPYING if str(x.launch.target).endswith(f"_{name}.default")]
+    transports = [name for name in COPY_TRANSPORTS if str(x.launch.target).endswith(f"_{name}.default")]
     return f"{x} over {transports[0]}" if transports else str(x)
 
 

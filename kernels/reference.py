@@ -10,11 +10,11 @@ import torch
 
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import LATE, lib
+from freescale.kernels.ops.schemas import LATE, PRIORITY_NAMES, lib
 from freescale.kernels.planning import exchange_plan, row_requests
 from freescale.kernels.transports import c10d, launch_record
 
-RUN = 512  # entries of a segment that are added one after another
+RUN_LENGTH = 512  # entries of a segment that are added one after another
 
 _ops = torch.ops.freescale
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -36,8 +36,8 @@ def exchange_backward(
 
 def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
     # The send buffer is the op's own: the Work holds it until it is done, also where the wait is in a later graph.
-    sent = table_registry.look_up(table, rows)
-    return _launch(f"rows of {table}", sent, send_counts, recv_counts, n_recv, priority, group_name)
+    packed = table_registry.gather_rows(table, rows)
+    return _launch(f"rows of {table}", packed, send_counts, recv_counts, n_recv, priority, group_name)
 
 
 def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):
@@ -47,28 +47,28 @@ def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, grou
 def _launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
     out = x.new_empty((n_recv, *x.shape[1:]))
     group = distributed.group_by_name(group_name)
-    with launch_record.label(f"launch {launch_record.PRIORITIES[priority]} {what}"):
-        work = c10d.start(out, x, recv_counts.tolist(), send_counts.tolist(), group)
-    return launch_record.started(work, what, priority, out, group)
+    with launch_record.profiler_range(f"launch {PRIORITY_NAMES[priority]} {what}"):
+        work = c10d.start_all_to_all(out, x, recv_counts.tolist(), send_counts.tolist(), group)
+    return launch_record.register_launch(work, what, priority, out, group)
 
 
 def sum_rows(x, order, ends):
     """out[i] = x[order[ends[i-1]]] + ... + x[order[ends[i]-1]], in at least float32 and in a fixed order.
 
-    Left to right in runs of RUN entries, counted from the segment's first; then the runs' sums, left to right. So a
-    row that is asked for a million times does not keep a GPU waiting for a million additions, one after another.
+    Left to right in runs of RUN_LENGTH entries, counted from the segment's first; then the runs' sums, left to right.
+    So a row that is requested a million times does not keep a GPU waiting for a million additions, one after another.
     """
     return sum_wide(x if x.dtype in (torch.float32, torch.float64) else x.float(), order, ends).to(x.dtype)
 
 
 def sum_wide(x, order, ends):
-    """sum_rows in the type of x."""
-    x, sizes = x.index_select(0, order), exchange_plan.sizes_of(ends)
-    if order.shape[0] > RUN and int(sizes.max()) > RUN:
-        runs = (sizes + RUN - 1) // RUN
+    """sum_rows in the data type of x."""
+    x, sizes = x.index_select(0, order), exchange_plan.segment_sizes(ends)
+    if order.shape[0] > RUN_LENGTH and int(sizes.max()) > RUN_LENGTH:
+        runs = (sizes + RUN_LENGTH - 1) // RUN_LENGTH
         segment = torch.repeat_interleave(runs)
         nth = torch.arange(segment.shape[0], device=x.device) - (runs.cumsum(0) - runs)[segment]
-        x, sizes = _sum_segments(x, (sizes[segment] - nth * RUN).clamp(max=RUN)), runs
+        x, sizes = _sum_segments(x, (sizes[segment] - nth * RUN_LENGTH).clamp(max=RUN_LENGTH)), runs
     return _sum_segments(x, sizes)
 
 
@@ -78,11 +78,11 @@ def _sum_segments(x, sizes):
 
 
 def update_(token, grad, rows, order, ends, priority, table):
-    with table_registry.updating(table, late=priority == LATE) as found:
-        if grad.is_cuda and hasattr(found, "sum_and_update"):  # one pass over memory instead of three
-            found.sum_and_update(grad.contiguous(), rows, order, ends)
+    with table_registry.table_for_update(table, late=priority == LATE) as updated:
+        if grad.is_cuda and hasattr(updated, "sum_and_update"):  # one pass over memory instead of three
+            updated.sum_and_update(grad.contiguous(), rows, order, ends)
         else:
-            found.apply_update(rows, _ops.sum_rows.default(grad, order, ends))
+            updated.apply_update(rows, _ops.sum_rows.default(grad, order, ends))
     return torch.empty_like(token)
 
 
@@ -90,35 +90,35 @@ def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
     device = ids[0].device
     owners = exchange_plan.OwnerMap(bounds, shifts, starts)
     group = distributed.group_by_name(group_name)
-    with launch_record.blocked("planning in the step"):
-        asked = row_requests.ask([i.cpu() for i in ids], firsts, sizes, owners, table, group)
-    mine, own = asked.mine, exchange_plan.group(asked.rows)
-    on_device = [t.to(device) for t in (exchange_plan.inverse_of(mine), mine.order, mine.ends)]
-    own_side = [t.to(device) for t in (own.values, own.order, own.ends)]
-    return (*on_device, asked.recv_counts, asked.rows.to(device), asked.send_counts, *own_side)
+    with launch_record.record_host_wait("planning in the step"):
+        requests = row_requests.request_rows([i.cpu() for i in ids], firsts, sizes, owners, table, group)
+    needed, own = requests.needed, exchange_plan.deduplicate(requests.rows)
+    as_requester = [t.to(device) for t in (exchange_plan.inverse_index(needed), needed.order, needed.ends)]
+    as_owner = [t.to(device) for t in (own.values, own.order, own.ends)]
+    return (*as_requester, requests.recv_counts, requests.rows.to(device), requests.send_counts, *as_owner)
 
 
 def checked_rows(ids, firsts, sizes, table, group_name):
     group = distributed.group_by_name(group_name)
-    bad = exchange_plan.first_outside(ids, sizes)
-    with launch_record.blocked("planning in the step"):
-        row_requests.exchange_counts(torch.zeros(group.size(), dtype=torch.int64), bad, table, group)
+    invalid = exchange_plan.first_invalid_id(ids, sizes)
+    with launch_record.record_host_wait("planning in the step"):
+        row_requests.exchange_request_counts(torch.zeros(group.size(), dtype=torch.int64), invalid, table, group)
     return torch.cat([i.long() + first for i, first in zip(ids, firsts, strict=True)])
 
 
 def expect_ids(token, ids, planned, step, table):
     """The plan is for these very ids. On a GPU the comparison is the device's, so nothing waits for it here."""
-    words = (
+    message = (
         f"freescale: {table}: the ids that reached the model are not those of batch {int(step)}, which is the next "
         "that the LookaheadLoader handed out; pass each of its batches to the model once, in order"
     )
     got = torch.cat([i.long() for i in ids])
     if got.shape != planned.shape:
-        raise RuntimeError(f"{words} (planned {planned.shape[0]} ids, found {got.shape[0]})")
+        raise RuntimeError(f"{message} (planned {planned.shape[0]} ids, found {got.shape[0]})")
     if got.is_cuda:
-        torch._assert_async((got == planned).all(), words)
+        torch._assert_async((got == planned).all(), message)
     elif not torch.equal(got, planned):
-        raise RuntimeError(words)
+        raise RuntimeError(message)
     return torch.empty_like(token)
 
 

@@ -11,26 +11,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The table of features (int64), a row each, ordered by size of element. Columns: 0 address of the values or of the
-# slab, 1 address of the offsets, 2 bytes of an entry; of the features with elements of this size: 3 the first row,
+# The table of features (int64), a row each, ordered by size of element. Columns: 0 address of the values, packed
+# or not, 1 address of the offsets, 2 bytes of an entry; of the features with elements of this size: 3 the first row,
 # 4 how many they are; 5 number of the feature.
 TILE = 4096  # bytes
 BLOCK = 128  # pieces or tiles of a program
 
 
 @triton.jit
-def _first_after(ends, value, n, WAYS: tl.constexpr):
+def _first_above(ends, value, n, WAYS: tl.constexpr):
     """Which of n ascending numbers is the first above the value; the last, if none is. Each step asks WAYS - 1 at once,
     as all of them together take as long as one."""
     low = tl.zeros_like(value)
     span = n
     while span > 1:
         step = (span + (WAYS - 1)) // WAYS
-        from_here = low
+        base = low
         for k in tl.static_range(1, WAYS):
-            at = from_here + (step * k - 1)
-            known = at < n - 1
-            low += tl.where(known & (tl.load(ends + at, mask=known, other=0) <= value), step, 0)
+            probe = base + (step * k - 1)
+            in_range = probe < n - 1
+            low += tl.where(in_range & (tl.load(ends + probe, mask=in_range, other=0) <= value), step, 0)
         span = step
     return low
 
@@ -38,7 +38,7 @@ def _first_after(ends, value, n, WAYS: tl.constexpr):
 @triton.jit
 def _slot(features, row, place, peer_ends, n_samples, n_features, n_peers):
     """Where a place's piece stands among those of its size, and its length among all: by peer, then by feature."""
-    peer = _first_after(peer_ends, place, n_peers, 8)
+    peer = _first_above(peer_ends, place, n_peers, 8)
     first = tl.load(peer_ends + peer - 1, mask=peer > 0, other=0)
     count = tl.load(peer_ends + peer) - first
     first_row, rows = tl.load(features + row * 6 + 3), tl.load(features + row * 6 + 4)
@@ -65,8 +65,8 @@ def _dispatch_pieces(
     sample = tl.load(perm + place, mask=live, other=0)
     begin = tl.load(offsets + sample, mask=live, other=0)
     length = tl.load(offsets + sample + 1, mask=live, other=0) - begin
-    slot, at = _slot(features, row, place, peer_ends, n_samples, n_features, n_peers)
-    tl.store(lengths + at, length, mask=live)
+    slot, length_index = _slot(features, row, place, peer_ends, n_samples, n_features, n_peers)
+    tl.store(lengths + length_index, length, mask=live)
     tl.store(sources + slot, values + begin * entry, mask=live)
     _store_sizes(sizes, row, place, slot, length * entry, live)
 
@@ -76,8 +76,8 @@ def _received_sizes(features, peer_ends, lengths, sizes, n_samples, n_features, 
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = place < n_samples
-    slot, at = _slot(features, row, place, peer_ends, n_samples, n_features, n_peers)
-    length = tl.load(lengths + at, mask=live, other=0)
+    slot, length_index = _slot(features, row, place, peer_ends, n_samples, n_features, n_peers)
+    length = tl.load(lengths + length_index, mask=live, other=0)
     _store_sizes(sizes, row, place, slot, length * tl.load(features + row * 6 + 2), live)
 
 
@@ -93,13 +93,13 @@ def _combine_pieces(
     begin = tl.load(received + slot, mask=live, other=0)
     end = tl.load(received + slot + 1, mask=live, other=0)
     before = tl.load(received + tl.load(features + row * 6 + 3) * n_samples)  # bytes of larger elements
-    to = row * n_samples + place
-    tl.store(sources + to, tl.load(features + row * 6) + begin - before, mask=live)
-    _store_sizes(sizes, row, place, to, end - begin, live)
+    new_slot = row * n_samples + place
+    tl.store(sources + new_slot, tl.load(features + row * 6) + begin - before, mask=live)
+    _store_sizes(sizes, row, place, new_slot, end - begin, live)
 
 
 @triton.jit(do_not_specialize=["n_slots", "n_tiles", "n_samples"])
-def _look_up(
+def _find_tiles(
     features, bounds, sources, tiles, offsets, n_slots, n_tiles, n_samples,
     TILE: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +108,7 @@ def _look_up(
     program, with_tiles = tl.program_id(0), n_tiles // BLOCK + 1
     if program < with_tiles:
         tile = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        slot = _first_after(bounds + 1, tile * TILE, n_slots, 8)
+        slot = _first_above(bounds + 1, tile * TILE, n_slots, 8)
         tl.store(tiles + tile * 4, slot, mask=tile <= n_tiles)
         tl.store(tiles + tile * 4 + 1, tl.load(sources + slot) - tl.load(bounds + slot), mask=tile <= n_tiles)
         tl.store(tiles + tile * 4 + 2, tl.load(bounds + slot + 1), mask=tile <= n_tiles)
@@ -123,7 +123,7 @@ def _look_up(
 
 @triton.jit
 def _copy_tile(
-    low, distance, end, high, of_high, bounds, sources, start, stop, out,
+    low, distance, end, high, high_distance, bounds, sources, start, stop, out,
     T: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """The tile at `start`, in the smallest elements that stand there; nothing from `stop` on. A tile within one piece
@@ -138,18 +138,19 @@ def _copy_tile(
         for part in range(PARTS):
             position = (part * LANES + tl.arange(0, LANES)) * SIZE
             if high - low <= RUNS:
-                away = tl.where(position < tl.minimum(end - start, TILE).to(tl.int32), distance, of_high)
+                distances = tl.where(position < tl.minimum(end - start, TILE).to(tl.int32), distance, high_distance)
                 between = low + 1
                 while between < high:  # all of these are within the tile
-                    first, behind = tl.load(bounds + between), tl.load(bounds + between + 1)
-                    mine = (position >= (first - start).to(tl.int32)) & (position < (behind - start).to(tl.int32))
-                    away = tl.where(mine, tl.load(sources + between) - first, away)
+                    first, next_first = tl.load(bounds + between), tl.load(bounds + between + 1)
+                    in_piece = position >= (first - start).to(tl.int32)
+                    in_piece = in_piece & (position < (next_first - start).to(tl.int32))
+                    distances = tl.where(in_piece, tl.load(sources + between) - first, distances)
                     between += 1
             else:
-                slot = low + _first_after(bounds + low + 1, start + position, high - low + 1, 2)
-                away = tl.load(sources + slot) - tl.load(bounds + slot)
+                slot = low + _first_above(bounds + low + 1, start + position, high - low + 1, 2)
+                distances = tl.load(sources + slot) - tl.load(bounds + slot)
             inside = position < tl.minimum(stop - start, TILE).to(tl.int32)
-            x = tl.load((away + start + position).to(tl.pointer_type(T)), mask=inside)
+            x = tl.load((distances + start + position).to(tl.pointer_type(T)), mask=inside)
             tl.store((out + start + position).to(tl.pointer_type(T)), x, mask=inside)
 
 
@@ -162,22 +163,27 @@ def _copy(
     number: of a pointer the compiler knows the alignment, and gives each thread elements side by side, which is slower.
     """
     tile = tl.program_id(0).to(tl.int64)
-    start, of = tile * TILE, tiles + tile * 4
-    low, away, end, high, of_high = tl.load(of), tl.load(of + 1), tl.load(of + 2), tl.load(of + 4), tl.load(of + 5)
+    start, record = tile * TILE, tiles + tile * 4
+    low, distance, end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    high, high_distance = tl.load(record + 4), tl.load(record + 5)  # of the next tile
     stop = tl.minimum(tl.load(bounds + n_slots), n_bytes)  # no byte is taken from behind the last piece
     if high < first4:
-        _copy_tile(low, away, end, high, of_high, bounds, sources, start, stop, out, tl.int64, TILE, 1, RUNS)
+        _copy_tile(low, distance, end, high, high_distance, bounds, sources, start, stop, out, tl.int64, TILE, 1, RUNS)
     elif high < first2:
-        _copy_tile(low, away, end, high, of_high, bounds, sources, start, stop, out, tl.int32, TILE, 1, RUNS)
+        _copy_tile(low, distance, end, high, high_distance, bounds, sources, start, stop, out, tl.int32, TILE, 1, RUNS)
     elif SMALL:
         if high < first1:
-            _copy_tile(low, away, end, high, of_high, bounds, sources, start, stop, out, tl.int16, TILE, 4, RUNS)
+            _copy_tile(
+                low, distance, end, high, high_distance, bounds, sources, start, stop, out, tl.int16, TILE, 4, RUNS
+            )
         else:
-            _copy_tile(low, away, end, high, of_high, bounds, sources, start, stop, out, tl.int8, TILE, 8, RUNS)
+            _copy_tile(
+                low, distance, end, high, high_distance, bounds, sources, start, stop, out, tl.int8, TILE, 8, RUNS
+            )
 
 
 def dispatch_pieces(features, perm, peer_ends):
-    """Of slabs: lengths, the bounds of each slot, where it comes from."""
+    """Of samples to be packed: lengths, the bounds of each slot, where it comes from."""
     n, n_features = perm.shape[0], features.shape[0]
     lengths, sources, sizes = (perm.new_empty(n_features * n + more) for more in (0, 0, 1))
     grid = (triton.cdiv(n, BLOCK), n_features)
@@ -186,7 +192,7 @@ def dispatch_pieces(features, perm, peer_ends):
 
 
 def combine_pieces(features, perm, peer_ends, lengths):
-    """Of a batch made of received slabs, feature by feature: the bounds of each slot, where it comes from."""
+    """Of a batch made of received samples, feature by feature: the bounds of each slot, where it comes from."""
     n, n_features, peers = perm.shape[0], features.shape[0], peer_ends.shape[0]
     sources, sizes, received = (perm.new_empty(n_features * n + more) for more in (0, 1, 1))
     grid = (triton.cdiv(n, BLOCK), n_features)
@@ -204,7 +210,7 @@ def copy_pieces(features, bounds, sources, whole, n_bytes, first_slots, offsets=
     n_samples, grid = n_slots // features.shape[0], n_tiles // BLOCK + 1
     if offsets is not None:
         grid += features.shape[0] * (n_samples // BLOCK + 1)
-    _look_up[(grid,)](
+    _find_tiles[(grid,)](
         features, bounds, sources, tiles, offsets, n_slots, n_tiles, n_samples, TILE, BLOCK, offsets is not None
     )
     if n_tiles:

@@ -9,15 +9,12 @@ import sympy
 import torch
 from torch import fx
 
-from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
-
 # Keys of node.meta.
 EXCHANGE_KEY = "freescale"  # the GraphExchange that the node starts
 PINNED_KEY = "freescale_pinned"  # set on a node whose place among the compute the compiler must keep
 # Where a node came from. What torch noted about the call itself (its arguments' layouts) is not true of new nodes.
 ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "custom", "seq_nr")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-PRIORITIES = {URGENT: "urgent", LATE: "late", EARLY: "early"}
 
 
 class CannotApply(Exception):

@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from freescale.config import Config
+from freescale.kernels.ops.schemas import PRIORITY_NAMES
 from freescale.passes.exchange_meta import (
     EXCHANGE_KEY,
-    PRIORITIES,
     GraphExchange,
     argument,
     first_user,
@@ -96,7 +96,7 @@ def _dialect_exchange(kind: str, payload: str, node: fx.Node, wait: fx.Node | No
     sent = argument(node, "grad" if payload == "gradients" else "token").meta["val"]
     n_recv = argument(node, "n_recv")
     received = size_in_bytes(sent, n_recv.meta["val"] if isinstance(n_recv, fx.Node) else n_recv)
-    priority = PRIORITIES[argument(node, "priority")]
+    priority = PRIORITY_NAMES[argument(node, "priority")]
     consumer = first_user(wait) if wait is not None else None
     return GraphExchange(kind, payload, priority, received, node, wait, consumer, argument(node, "table"))
 

@@ -15,7 +15,7 @@ import logging
 from torch import fx
 
 from freescale.config import Config
-from freescale.kernels.transports import choose
+from freescale.kernels.transports import selection
 from freescale.passes.exchange_meta import argument, exchanges
 
 log = logging.getLogger(__name__)
@@ -27,9 +27,9 @@ def lower_copies(gm: fx.GraphModule, cfg: Config) -> int:
     chosen = []
     for x in chunks:
         device = x.launch.meta["val"].device.type
-        name, reason = choose.choose(cfg.transport, argument(x.launch, "group_name"), device)
+        name, reason = selection.choose_transport(cfg.transport, argument(x.launch, "group_name"), device)
         log.info("%s goes over %s: %s", x, name, reason)
         chosen.append((x.launch, name))
     for launch, name in chosen:
-        launch.target = choose.op_of(launch.target, name)
+        launch.target = selection.launch_op_for(launch.target, name)
     return sum(name != "c10d" for _, name in chosen)

@@ -13,7 +13,7 @@ from typing import Any
 from freescale.kernels.transports import launch_record
 
 KEPT = 10_000
-Ended = tuple[Any, float, list[launch_record.Record]]  # a step: its name, seconds, launches
+Ended = tuple[Any, float, list[launch_record.LaunchRecord]]  # a step: its name, seconds, launches
 
 
 class Meter:
@@ -59,15 +59,15 @@ class Meter:
         return [summary(*s) for s in self._steps]
 
 
-def summary(name: Any, seconds: float, records: list[launch_record.Record]) -> dict[str, Any]:
+def summary(name: Any, seconds: float, records: list[launch_record.LaunchRecord]) -> dict[str, Any]:
     """One entry of `Meter.steps`."""
     waits: dict[str, float] = {}
     sizes: dict[str, int] = {}
     flight: dict[str, float] = {}
     for r in records:
-        waits[r.label] = waits.get(r.label, 0.0) + r.exposed()
+        waits[r.label] = waits.get(r.label, 0.0) + r.exposed_seconds()
         sizes[r.label] = sizes.get(r.label, 0) + r.bytes
-        flight[r.label] = flight.get(r.label, 0.0) + r.flight()
+        flight[r.label] = flight.get(r.label, 0.0) + r.flight_seconds()
     exposed = sum(waits.values())
     return {
         "step": name,

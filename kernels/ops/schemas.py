@@ -1,4 +1,4 @@
-"""The dialect: every op's schema and fake. What an op computes is in reference.py.
+"""The dialect: every op's schema and fake. What an op computes is in reference.py (pack_rows: row_kernels.py).
 
 The rows themselves are not in the graph. An op names its table (`table`, an entry of table_registry.py) and
 reads or updates it in place; a *token*, an empty tensor of the table's width, data type and device, goes in and comes
@@ -10,11 +10,12 @@ Counts (rows per peer) are CPU int64 tensors of length world, so a graph does no
     plan_now                ids of this batch -> the plan of its exchange, everything urgent (collective)
     checked_rows            ids of this batch -> rows of tables that every rank holds whole (collective)
     expect_ids              raises unless the ids are the planned ones
-    exchange_forward        rows from their owners to the ranks that asked for them
+    exchange_forward        rows from their owners to the ranks that requested them
     exchange_backward       their gradients back, summed and applied by the owner
     all_to_all_rows_launch  start of an all-to-all of table rows
     all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either
     ..._staged, ..._peer    the same launches over a transport that copies (transports/)
+    pack_rows               rows of a table, one after another
     sum_rows                sums of rows in a fixed order
     agree                   raises unless every rank of the group is about to run a graph with these launches (once)
     update_                 the owner's optimizer step on unique rows; a late one as the step before would have done it
@@ -51,8 +52,8 @@ lib.define(
     "all_to_all_launch(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
     "str table, str group_name) -> Tensor"
 )
-COPYING = ("staged", "peer")  # transports that copy: each has launches of its own, which do the same
-for _name in COPYING:
+COPY_TRANSPORTS = ("staged", "peer")  # transports that copy: each has launches of its own, which do the same
+for _name in COPY_TRANSPORTS:
     lib.define(
         f"all_to_all_rows_launch_{_name}(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, "
         "SymInt n_recv, int priority, str table, str group_name) -> Tensor"
@@ -61,6 +62,7 @@ for _name in COPYING:
         f"all_to_all_launch_{_name}(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
         "str table, str group_name) -> Tensor"
     )
+lib.define("pack_rows(Tensor weight, Tensor rows) -> Tensor")
 lib.define("sum_rows(Tensor x, Tensor order, Tensor ends) -> Tensor")
 lib.define("agree(Tensor(a!) first, str launches, str group_name, float timeout) -> Tensor")
 lib.define(
@@ -69,6 +71,7 @@ lib.define(
 
 # Chunks that deserve the wire first have the lower number.
 URGENT, LATE, EARLY = 0, 1, 2
+PRIORITY_NAMES = {URGENT: "urgent", LATE: "late", EARLY: "early"}
 
 
 def _rows_like(x: torch.Tensor, n: int | torch.SymInt) -> torch.Tensor:
@@ -128,6 +131,11 @@ def _all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, gro
     return _rows_like(x, n_recv)
 
 
+@torch.library.register_fake("freescale::pack_rows", lib=lib)
+def _pack_rows(weight, rows):
+    return weight.new_empty((rows.shape[0], weight.shape[1]))
+
+
 @torch.library.register_fake("freescale::sum_rows", lib=lib)
 def _sum_rows(x, order, ends):
     return _rows_like(x, ends.shape[0])
@@ -145,9 +153,9 @@ def _agree(first, launches, group_name, timeout):
     return first.new_empty(0)
 
 
-for _name in ("", *(f"_{name}" for name in COPYING)):
-    if _name:
-        torch.library.register_fake(f"freescale::all_to_all_launch{_name}", _all_to_all_launch, lib=lib)
-        torch.library.register_fake(f"freescale::all_to_all_rows_launch{_name}", _all_to_all_rows_launch, lib=lib)
-    inductor.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_launch{_name}"))
-    inductor.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_rows_launch{_name}"))
+for _suffix in ("", *(f"_{name}" for name in COPY_TRANSPORTS)):
+    if _suffix:
+        torch.library.register_fake(f"freescale::all_to_all_launch{_suffix}", _all_to_all_launch, lib=lib)
+        torch.library.register_fake(f"freescale::all_to_all_rows_launch{_suffix}", _all_to_all_rows_launch, lib=lib)
+    inductor.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_launch{_suffix}"))
+    inductor.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_rows_launch{_suffix}"))

@@ -15,14 +15,14 @@ from weakref import WeakValueDictionary
 import torch
 
 
-class Named(Protocol):
-    """What an op can name."""
+class RegisteredTable(Protocol):
+    """Whatever an op can name."""
 
     def describe(self, feature: int) -> str:
-        """Feature and table in words, for errors."""
+        """Feature and table in words, for error messages."""
 
 
-class Table(Named, Protocol):
+class ShardedTable(RegisteredTable, Protocol):
     """The rows of one exchange that this rank owns."""
 
     weight: torch.Tensor  # [rows, dim], the storage itself
@@ -41,48 +41,49 @@ class Table(Named, Protocol):
 
 
 _ops = torch.ops.freescale
-_tables: WeakValueDictionary[str, Named] = WeakValueDictionary()
-_named: Counter[str] = Counter()
+_tables: WeakValueDictionary[str, RegisteredTable] = WeakValueDictionary()
+_times_registered: Counter[str] = Counter()  # per preferred name
 # How often each was updated: tells, after a step that failed, whether its update had run already.
-updates: Counter[str] = Counter()
-backwards: Counter[str] = Counter()  # of those, by backward passes themselves: the others are late
-step_settings: dict[str, Any] = {}  # of each table in its last update that was not a late one
+update_counts: Counter[str] = Counter()
+backward_update_counts: Counter[str] = Counter()  # of those, by backward passes themselves: the others are late
+last_step_settings: dict[str, Any] = {}  # of each table in its last update that was not a late one
 
 
-def register(table: Named, wish: str) -> str:
-    """Give `table` a name near `wish` that no table of this process has had.
+def register(table: RegisteredTable, preferred_name: str) -> str:
+    """Register `table` under `preferred_name`, with a number added if a table of this process has had that name.
 
     A name is part of what ranks compare, so it must not depend on when a rank collects its garbage.
     """
-    _named[wish] += 1
-    name = wish if _named[wish] == 1 else f"{wish}#{_named[wish]}"
+    _times_registered[preferred_name] += 1
+    times = _times_registered[preferred_name]
+    name = preferred_name if times == 1 else f"{preferred_name}#{times}"
     _tables[name] = table
     return name
 
 
-def look_up(name: str, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a table, in a buffer of its own."""
-    return _ops.pack_rows.default(cast(Table, find(name)).weight, rows)
+def gather_rows(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a table, in a new tensor."""
+    return _ops.pack_rows.default(cast(ShardedTable, get_table(name)).weight, rows)
 
 
 @contextmanager
-def updating(name: str, late: bool) -> Iterator[Table]:
+def table_for_update(name: str, late: bool) -> Iterator[ShardedTable]:
     """The table, to be updated. A late update belongs to the step before: it is done with the settings of that one,
     whatever a schedule has made of them since."""
-    table = cast(Table, find(name))
-    now = table.settings()
+    table = cast(ShardedTable, get_table(name))
+    current = table.settings()
     if not late:
-        step_settings[name] = now
-    table.set_settings(step_settings.get(name, now))
+        last_step_settings[name] = current
+    table.set_settings(last_step_settings.get(name, current))
     try:
         yield table
     finally:
-        table.set_settings(now)
-    updates[name] += 1
-    backwards[name] += not late
+        table.set_settings(current)
+    update_counts[name] += 1
+    backward_update_counts[name] += not late
 
 
-def find(name: str) -> Named:
+def get_table(name: str) -> RegisteredTable:
     try:
         return _tables[name]
     except KeyError:

@@ -34,50 +34,51 @@ class OwnerMap(NamedTuple):
 
 
 def owner_map(shards: Sequence[Shard], table_rows: Sequence[int], world: int) -> OwnerMap:
-    held = [0] * world
+    rows_of_owner = [0] * world
     for s in shards:
-        held[s.owner] = max(held[s.owner], s.base + s.rows)
+        rows_of_owner[s.owner] = max(rows_of_owner[s.owner], s.base + s.rows)
     starts = [0]
-    for h in held:
-        starts.append(starts[-1] + h)
-    firsts = table_firsts(table_rows)
-    live = sorted((firsts[s.table] + s.first, s) for s in shards if s.rows > 0)
-    bounds = [at for at, _ in live]
-    shifts = [starts[s.owner] + s.base - at for at, s in live]
-    covered = sum(s.rows for _, s in live)
+    for n in rows_of_owner:
+        starts.append(starts[-1] + n)
+    first_row_of_table = first_row_of_each_table(table_rows)
+    nonempty = sorted((first_row_of_table[s.table] + s.first, s) for s in shards if s.rows > 0)
+    bounds = [first_row for first_row, _ in nonempty]
+    shifts = [starts[s.owner] + s.base - first_row for first_row, s in nonempty]
+    covered = sum(s.rows for _, s in nonempty)
     if covered != sum(table_rows):
         raise ValueError(f"the shards hold {covered} rows, the tables have {sum(table_rows)}")
     return OwnerMap(*(torch.tensor(x, dtype=torch.int64) for x in (bounds, shifts, starts)))
 
 
-def table_firsts(table_rows: Sequence[int]) -> list[int]:
-    firsts = [0]
+def first_row_of_each_table(table_rows: Sequence[int]) -> list[int]:
+    """The row number of each table's row 0."""
+    first_rows = [0]
     for n in table_rows[:-1]:
-        firsts.append(firsts[-1] + n)
-    return firsts
+        first_rows.append(first_rows[-1] + n)
+    return first_rows
 
 
 INT32_MAX = torch.iinfo(torch.int32).max
 
 
-class Groups(NamedTuple):
-    """Equal values brought together, each group in its original order (duplicates are summed in it)."""
+class Deduplicated(NamedTuple):
+    """Distinct values, and the positions of each: a segment of `order`, ascending (duplicates are summed that way)."""
 
     values: torch.Tensor  # [u] distinct, ascending
-    order: torch.Tensor  # [n] positions, group after group
-    ends: torch.Tensor  # [u] where each group ends in `order`; it begins where the one before it ends
+    order: torch.Tensor  # [n] positions, segment after segment
+    ends: torch.Tensor  # [u] where each segment ends in `order`; it begins where the one before it ends
 
 
-def group(values: torch.Tensor) -> Groups:
-    """Values are not negative. The groups' are int64, whatever `values` are."""
+def deduplicate(values: torch.Tensor) -> Deduplicated:
+    """`values` must not be negative. The result is int64, whatever they are."""
     if values.dtype == torch.int64 and values.numpy().max(initial=0) <= INT32_MAX:
         values = values.int()  # half the bytes to sort
     ordered, order = torch.sort(values, stable=True)
     x = ordered.numpy()
-    last = np.ones(x.shape[0], dtype=bool)  # of its group
+    last = np.ones(x.shape[0], dtype=bool)  # of its segment
     np.not_equal(x[1:], x[:-1], out=last[:-1])
     ends = np.flatnonzero(last) + 1
-    return Groups(_tensor(x[ends - 1].astype(np.int64)), order, _tensor(ends))
+    return Deduplicated(_tensor(x[ends - 1].astype(np.int64)), order, _tensor(ends))
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
@@ -85,36 +86,37 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array) if array.size else torch.empty(0, dtype=torch.int64)
 
 
-def sizes_of(ends: torch.Tensor) -> torch.Tensor:
+def segment_sizes(ends: torch.Tensor) -> torch.Tensor:
     sizes = ends.clone()
     sizes[1:] -= ends[:-1]
     return sizes
 
 
-def inverse_of(groups: Groups) -> torch.Tensor:
-    """For each position, the group that it belongs to."""
-    sizes = sizes_of(groups.ends).numpy()
-    of = torch.from_numpy(np.repeat(np.arange(sizes.shape[0]), sizes))
-    return torch.empty_like(groups.order).scatter_(0, groups.order, of)
+def inverse_index(unique: Deduplicated) -> torch.Tensor:
+    """For each position, which of the distinct values it has."""
+    sizes = segment_sizes(unique.ends).numpy()
+    segment = torch.from_numpy(np.repeat(np.arange(sizes.shape[0]), sizes))
+    return torch.empty_like(unique.order).scatter_(0, unique.order, segment)
 
 
 def keys_of(numbers: torch.Tensor, owners: OwnerMap) -> torch.Tensor:
     """The keys of ascending row numbers."""
-    firsts = torch.searchsorted(numbers, owners.bounds).numpy()  # of each shard among `numbers`
-    return numbers + torch.from_numpy(np.repeat(owners.shifts.numpy(), np.diff(firsts, append=numbers.shape[0])))
+    begins = torch.searchsorted(numbers, owners.bounds).numpy()  # of each shard among `numbers`
+    return numbers + torch.from_numpy(np.repeat(owners.shifts.numpy(), np.diff(begins, append=numbers.shape[0])))
 
 
-def group_by_key(numbers: torch.Tensor, owners: OwnerMap) -> Groups:
-    """Row numbers, grouped by their keys. Only distinct numbers are mapped; then whole groups are put in order."""
-    by_number = group(numbers)
+def deduplicate_by_key(numbers: torch.Tensor, owners: OwnerMap) -> Deduplicated:
+    """The distinct keys of row numbers. Only distinct numbers are mapped; then whole segments are put in order."""
+    by_number = deduplicate(numbers)
     keys = keys_of(by_number.values, owners)
     if bool(((owners.bounds + owners.shifts).diff() > 0).all()):  # a greater number has a greater key
         return by_number._replace(values=keys)
-    keys, at = torch.sort(keys)
-    sizes = sizes_of(by_number.ends)[at]
+    keys, by_key = torch.sort(keys)
+    sizes = segment_sizes(by_number.ends)[by_key]
     ends = sizes.cumsum(0)
-    moved = np.repeat((by_number.ends[at] - ends).numpy(), sizes.numpy())
-    return Groups(keys, by_number.order.index_select(0, torch.from_numpy(moved + np.arange(moved.shape[0]))), ends)
+    shift = np.repeat((by_number.ends[by_key] - ends).numpy(), sizes.numpy())
+    order = by_number.order.index_select(0, torch.from_numpy(shift + np.arange(shift.shape[0])))
+    return Deduplicated(keys, order, ends)
 
 
 def counts_per_owner(keys: torch.Tensor, owners: OwnerMap) -> torch.Tensor:
@@ -122,13 +124,13 @@ def counts_per_owner(keys: torch.Tensor, owners: OwnerMap) -> torch.Tensor:
     return torch.searchsorted(keys, owners.starts).diff()
 
 
-def first_outside(ids: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[int, int] | None:
+def first_invalid_id(ids: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[int, int] | None:
     """(feature, id) of the first id that its table does not have, or None."""
     for feature, (values, size) in enumerate(zip(ids, sizes, strict=True)):
         if values.shape[0] == 0:
             continue
-        least, most = torch.stack(torch.aminmax(values)).tolist()
-        if least < 0 or most >= size:
+        smallest, largest = torch.stack(torch.aminmax(values)).tolist()
+        if smallest < 0 or largest >= size:
             return feature, int(values[(values < 0) | (values >= size)][0])
     return None
 
@@ -139,7 +141,7 @@ def first_outside(ids: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[in
 class Requests(NamedTuple):
     """One batch's exchange before it is known which rows collide."""
 
-    mine: Groups  # the keys that this rank needs, grouped by owner
+    needed: Deduplicated  # the keys that this rank needs; ascending, so owner after owner
     recv_counts: torch.Tensor  # [world] how many of them each owner has
     rows: torch.Tensor  # rows of this rank that others need, by requester, each requester's ascending
     send_counts: torch.Tensor  # [world] how many each requester needs
@@ -155,43 +157,44 @@ class Chunk(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The rows that were chosen, and the others."""
+    """The rows that the neighbouring batch needs too, and the rest: early rows, or late gradients."""
 
-    chosen: Chunk
-    others: Chunk
+    urgent: Chunk
+    rest: Chunk
 
 
-def split(requests: Requests, wanted: torch.Tensor, held: torch.Tensor) -> Split:
-    """Two chunks: `wanted` marks the requester's unique keys, `held` the owner's rows; both say the same."""
+def split_requests(requests: Requests, urgent_keys: torch.Tensor, urgent_rows: torch.Tensor) -> Split:
+    """Two chunks, by masks of the requester's unique keys and of the owner's rows, which mark the same rows."""
 
-    def chunk(w: torch.Tensor, h: torch.Tensor) -> Chunk:
-        index, at = _where(w), _where(h)
+    def chunk(key_mask: torch.Tensor, row_mask: torch.Tensor) -> Chunk:
+        index, kept = _indices(key_mask), _indices(row_mask)
         return Chunk(
             index,
             _counts_within(index, requests.recv_counts),
-            requests.rows.index_select(0, at),
-            _counts_within(at, requests.send_counts),
+            requests.rows.index_select(0, kept),
+            _counts_within(kept, requests.send_counts),
         )
 
-    return Split(chunk(wanted, held), chunk(~wanted, ~held))
+    return Split(chunk(urgent_keys, urgent_rows), chunk(~urgent_keys, ~urgent_rows))
 
 
-def _where(marks: torch.Tensor) -> torch.Tensor:
-    return _tensor(np.flatnonzero(marks.numpy()))
+def _indices(mask: torch.Tensor) -> torch.Tensor:
+    return _tensor(np.flatnonzero(mask.numpy()))
 
 
-def _counts_within(places: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """How many of the ascending `places` are in each of consecutive parts with `counts` places."""
-    return sizes_of(torch.searchsorted(places, counts.cumsum(0)))
+def _counts_within(indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """How many of the ascending `indices` are in each of consecutive parts of `counts` elements."""
+    return segment_sizes(torch.searchsorted(indices, counts.cumsum(0)))
 
 
-def shared(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def intersection_masks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Which of `x` are among `y`, and which of `y` among `x`. None is negative."""
     a, b = x.numpy(), y.numpy()
-    top = max(a.max(initial=0), b.max(initial=0))
-    if top > 64 * (a.shape[0] + b.shape[0]):  # few of many: number them densely, so that the table below stays small
-        return shared(*inverse_of(group(torch.cat([x, y]))).split([a.shape[0], b.shape[0]]))
-    table = np.zeros(top + 1, dtype=np.uint8)
+    largest = max(a.max(initial=0), b.max(initial=0))
+    if largest > 64 * (a.shape[0] + b.shape[0]):  # few of many: number them densely, so that `table` stays small
+        dense = inverse_index(deduplicate(torch.cat([x, y])))
+        return intersection_masks(*dense.split([a.shape[0], b.shape[0]]))
+    table = np.zeros(largest + 1, dtype=np.uint8)
     table[a] = 1
     in_x = table[b]
     table[b] = 2 * in_x

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 
-PAIRS_UP_TO = 32  # ranks: a send and a receive for each, issued one by one
-_launched: dict[str, int] = {}
+MAX_PAIRWISE_RANKS = 32  # ranks: a send and a receive for each, issued one by one
+_last_tag: dict[str, int] = {}  # per group name: every all-to-all has a tag of its own
 
 
-class Pairs:
-    """Several transfers as one."""
+class PairwiseWork:
+    """Sends and receives as one piece of work."""
 
     def __init__(self, works: list[dist.Work]) -> None:
         self.works = works
@@ -32,17 +32,19 @@ class Pairs:
             work.wait()
 
 
-def start(
+def start_all_to_all(
     out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup
-) -> dist.Work | Pairs:
+) -> dist.Work | PairwiseWork:
     """Start an all-to-all of rows: `send[p]` rows of `x` to peer p, `recv[p]` rows of `out` from it."""
-    if x.device.type == "cpu" and group.size() <= PAIRS_UP_TO and distributed.is_gloo(group):
-        return _pairs(out, x, recv, send, group)
+    if x.device.type == "cpu" and group.size() <= MAX_PAIRWISE_RANKS and distributed.is_gloo(group):
+        return _start_pairwise(out, x, recv, send, group)
     return dist.all_to_all_single(out, x, recv, send, group=group, async_op=True)
 
 
-def _pairs(out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup) -> Pairs:
-    tag = _launched[group.group_name] = _launched.get(group.group_name, 0) % 2**30 + 1
+def _start_pairwise(
+    out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup
+) -> PairwiseWork:
+    tag = _last_tag[group.group_name] = _last_tag.get(group.group_name, 0) % 2**30 + 1
     rank, world = group.rank(), group.size()
     ends_in, ends_out = list(accumulate(recv)), list(accumulate(send))
     works = []
@@ -55,4 +57,4 @@ def _pairs(out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int],
     if send[rank] != recv[rank]:
         raise ValueError(f"freescale: rank {rank} sends {send[rank]} rows to itself and expects {recv[rank]}")
     out[ends_in[rank] - recv[rank] : ends_in[rank]] = x[ends_out[rank] - send[rank] : ends_out[rank]]
-    return Pairs(works)
+    return PairwiseWork(works)

@@ -1,8 +1,8 @@
 """The few calls of the CUDA driver that a transport is made of: pinning, streams, copies, words, events.
 
 Taken straight from libcuda, because torch offers no stream wait on a memory word and no registration of shared
-memory. Nothing here waits on the host. Calls need a current context: `mark` comes first in every launch and makes
-the device's own context current.
+memory. Nothing here waits on the host. Calls need a current context: `record_event` comes first in every launch and
+makes the device's own context current.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ class CudaDriver:
         if CudaDriver.calls is None:
             CudaDriver.calls = load()
         calls = CudaDriver.calls
-        self._out, self._in = calls["cuMemcpyDtoHAsync_v2"], calls["cuMemcpyHtoDAsync_v2"]
-        self._write, self._wait = calls["cuStreamWriteValue32_v2"], calls["cuStreamWaitValue32_v2"]
-        self._across, self._fill = calls["cuMemcpyDtoDAsync_v2"], calls["cuMemsetD32Async"]
-        self._outside: dict[int, torch.cuda.ExternalStream] = {}
+        self._device_to_host, self._host_to_device = calls["cuMemcpyDtoHAsync_v2"], calls["cuMemcpyHtoDAsync_v2"]
+        self._write_value, self._wait_value = calls["cuStreamWriteValue32_v2"], calls["cuStreamWaitValue32_v2"]
+        self._device_to_device, self._memset = calls["cuMemcpyDtoDAsync_v2"], calls["cuMemsetD32Async"]
+        self._external_streams: dict[int, torch.cuda.ExternalStream] = {}
 
     def _call(self, name: str, *arguments: Any) -> None:
         assert CudaDriver.calls is not None
-        self._good(name, CudaDriver.calls[name](*arguments))
+        self._raise_on_error(name, CudaDriver.calls[name](*arguments))
 
-    def _good(self, name: str, code: int) -> None:
+    def _raise_on_error(self, name: str, code: int) -> None:
         if code == 0:
             return
         assert CudaDriver.calls is not None
         text = ctypes.c_char_p()
         CudaDriver.calls["cuGetErrorName"](code, ctypes.byref(text))
-        found = text.value.decode() if text.value else str(code)
-        raise RuntimeError(f"freescale: {name} failed on {self.device}: {found}")
+        error = text.value.decode() if text.value else str(code)
+        raise RuntimeError(f"freescale: {name} failed on {self.device}: {error}")
 
     # ---- set-up ----------------------------------------------------------------------------------------
 
-    def enter_thread(self) -> None:
+    def bind_thread(self) -> None:
         torch.cuda.set_device(self.device)
 
     def pin(self, address: int, nbytes: int) -> int:
@@ -90,50 +90,50 @@ class CudaDriver:
         handle = _P()
         self._call("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
         assert handle.value is not None
-        self._outside[handle.value] = torch.cuda.ExternalStream(handle.value, self.device)
+        self._external_streams[handle.value] = torch.cuda.ExternalStream(handle.value, self.device)
         return handle.value
 
-    def drop_stream(self, stream: int) -> None:
-        self._outside.pop(stream, None)
+    def destroy_stream(self, stream: int) -> None:
+        self._external_streams.pop(stream, None)
         self._call("cuStreamDestroy_v2", stream)
 
     # ---- in stream order -------------------------------------------------------------------------------
 
-    def copy_out(self, to: int, data: int, nbytes: int, stream: int) -> None:
+    def copy_to_host(self, to: int, data: int, nbytes: int, stream: int) -> None:
         """Device to pinned host memory."""
-        self._good("cuMemcpyDtoHAsync", self._out(to, data, nbytes, stream))
+        self._raise_on_error("cuMemcpyDtoHAsync", self._device_to_host(to, data, nbytes, stream))
 
-    def copy_in(self, to: int, data: int, nbytes: int, stream: int) -> None:
+    def copy_to_device(self, to: int, data: int, nbytes: int, stream: int) -> None:
         """Pinned host memory to the device."""
-        self._good("cuMemcpyHtoDAsync", self._in(to, data, nbytes, stream))
+        self._raise_on_error("cuMemcpyHtoDAsync", self._host_to_device(to, data, nbytes, stream))
 
-    def copy_across(self, to: int, data: int, nbytes: int, stream: int) -> None:
+    def copy_device_to_device(self, to: int, data: int, nbytes: int, stream: int) -> None:
         """Device to device. On one and the same device this takes SMs."""
-        self._good("cuMemcpyDtoDAsync", self._across(to, data, nbytes, stream))
+        self._raise_on_error("cuMemcpyDtoDAsync", self._device_to_device(to, data, nbytes, stream))
 
-    def fill(self, address: int, value: int, words: int, stream: int) -> None:
-        self._good("cuMemsetD32Async", self._fill(address, value & 0xFFFFFFFF, words, stream))
+    def fill_words(self, address: int, value: int, words: int, stream: int) -> None:
+        self._raise_on_error("cuMemsetD32Async", self._memset(address, value & 0xFFFFFFFF, words, stream))
 
-    def write(self, address: int, value: int, stream: int) -> None:
+    def write_word(self, address: int, value: int, stream: int) -> None:
         """Store a 32-bit word after everything before it in the stream."""
-        self._good("cuStreamWriteValue32", self._write(stream, address, value & 0xFFFFFFFF, 0))
+        self._raise_on_error("cuStreamWriteValue32", self._write_value(stream, address, value & 0xFFFFFFFF, 0))
 
-    def wait(self, address: int, value: int, stream: int) -> None:
+    def wait_for_word(self, address: int, value: int, stream: int) -> None:
         """Hold the stream until the word, as a number that may have wrapped around, is at least `value`."""
-        self._good("cuStreamWaitValue32", self._wait(stream, address, value & 0xFFFFFFFF, _AT_LEAST))
+        self._raise_on_error("cuStreamWaitValue32", self._wait_value(stream, address, value & 0xFFFFFFFF, _AT_LEAST))
 
     # ---- between streams -------------------------------------------------------------------------------
 
-    def current(self) -> torch.cuda.Stream:
+    def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
-    def mark(self, stream: int | torch.cuda.Stream) -> torch.cuda.Event:
+    def record_event(self, stream: int | torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(self._outside[stream] if isinstance(stream, int) else stream)
+        event.record(self._external_streams[stream] if isinstance(stream, int) else stream)
         return event
 
-    def after(self, stream: int | torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        event.wait(self._outside[stream] if isinstance(stream, int) else stream)
+    def wait_for_event(self, stream: int | torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        event.wait(self._external_streams[stream] if isinstance(stream, int) else stream)
 
-    def done(self, event: torch.cuda.Event) -> bool:
+    def is_done(self, event: torch.cuda.Event) -> bool:
         return event.query()

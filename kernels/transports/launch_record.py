@@ -1,9 +1,9 @@
 """What was launched, and how long somebody waited for it: the record that the meter reads.
 
-A `Launched` stands for the group's own Work. `_c10d_functional.wait_tensor` calls its `wait`, in the same graph or in a
-later one, so every wait of ours is timed, labelled for the profiler, and fails with words that say what failed.
+A `RecordedWork` stands for the group's own Work. `_c10d_functional.wait_tensor` calls its `wait`, in the same graph or
+in a later one, so every wait of ours is timed, labelled for the profiler, and fails with words that say what failed.
 
-On a GPU a wait is put on the stream and the host goes on; then two events around it tell how long the stream stood.
+On a GPU a wait is put on the stream and the host goes on; then two events around it tell how long the stream waited.
 """
 
 from __future__ import annotations
@@ -19,57 +19,59 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed, logs
-from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
+from freescale.kernels.ops.schemas import PRIORITY_NAMES
 
-PRIORITIES = {URGENT: "urgent", LATE: "late", EARLY: "early"}
-KEPT = 100_000
+MAX_RECORDS = 100_000
 
 
-class Record:
+class LaunchRecord:
     """One launch, or one time that the host was blocked (`bytes` 0). Times are seconds of time.perf_counter()."""
 
-    __slots__ = ("label", "bytes", "launched", "wait_began", "wait_ended", "there_before", "events")
+    __slots__ = ("label", "bytes", "launched", "wait_began", "wait_ended", "arrived_before_wait", "events")
 
     def __init__(self, label: str, size: int) -> None:
         self.label, self.bytes = label, size
         self.launched = time.perf_counter()
         self.wait_began = self.wait_ended = 0.0  # 0.0: nobody has waited yet
-        self.there_before = False  # it had arrived when the wait began: the time on the wire is at most until then
+        self.arrived_before_wait = False  # then the time on the wire is at most until the wait began
         self.events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
-    def exposed(self) -> float:
-        """Seconds that compute stood still for it. With events: 0.0 until the device has got there."""
+    def exposed_seconds(self) -> float:
+        """How long compute stood still for it. With events: 0.0 until the device has got there."""
         if self.events is not None:
             began, ended = self.events
             return began.elapsed_time(ended) / 1e3 if ended.query() else 0.0
         return self.wait_ended - self.wait_began
 
-    def flight(self) -> float:
-        """Seconds from the launch until it was seen to have arrived; an upper bound if nobody was waiting then."""
-        seen = self.wait_began if self.there_before else self.wait_ended
-        return max(seen - self.launched, 0.0)
+    def flight_seconds(self) -> float:
+        """From the launch until it was seen to have arrived; an upper bound if nobody was waiting then."""
+        seen_arrived = self.wait_began if self.arrived_before_wait else self.wait_ended
+        return max(seen_arrived - self.launched, 0.0)
 
 
-records: deque[Record] = deque(maxlen=KEPT)
-_under_way: dict[int, Launched] = {}  # C++ holds the Work, not its Python half: it is kept here until it is waited for
+records: deque[LaunchRecord] = deque(maxlen=MAX_RECORDS)
+# C++ holds a Work but not its Python half: that is kept here until somebody waits for it.
+_not_waited_for: dict[int, RecordedWork] = {}
 
 
-class Launched(dist.Work):
+class RecordedWork(dist.Work):
+    """The work of a launch; a wait for it is recorded."""
+
     def __init__(self, work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.work, self.group, self.on_gpu = work, group, out.is_cuda
-        self.record = Record(label, out.numel() * out.element_size())
+        self.record = LaunchRecord(label, out.numel() * out.element_size())
         records.append(self.record)
-        _under_way[id(self)] = self
+        _not_waited_for[id(self)] = self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        _under_way.pop(id(self), None)
+        _not_waited_for.pop(id(self), None)
         r = self.record
         began = _event() if self.on_gpu else None
-        r.there_before = self.work.is_completed()
+        r.arrived_before_wait = self.work.is_completed()
         r.wait_began = time.perf_counter()
         try:
-            with label(f"wait for {r.label}"):
+            with profiler_range(f"wait for {r.label}"):
                 self.work.wait()
         except RuntimeError as error:
             raise RuntimeError(
@@ -89,26 +91,26 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-def started(
+def register_launch(
     work: Any, what: str, priority: int, out: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Register `work` for `out`, so that a wait for `out` waits for it, and note it."""
-    distributed.register_work(out, Launched(work, f"{PRIORITIES[priority]} {what}", out, group))
+    """Register `work` for `out`, so that a wait for `out` waits for it, and record it."""
+    distributed.register_work(out, RecordedWork(work, f"{PRIORITY_NAMES[priority]} {what}", out, group))
     return out
 
 
-def label(name: str) -> Any:
-    """A name in the torch profiler's trace; nothing where no profiler is on."""
+def profiler_range(name: str) -> Any:
+    """A named range in the torch profiler's trace; nothing where no profiler is on."""
     return torch.profiler.record_function(f"freescale: {name}") if logs.profiling() else nullcontext()
 
 
 @contextmanager
-def blocked(name: str) -> Iterator[None]:
-    """The host talks to other ranks and can do nothing else."""
-    record = Record(name, 0)
+def record_host_wait(name: str) -> Iterator[None]:
+    """Record a time in which the host talks to other ranks and can do nothing else."""
+    record = LaunchRecord(name, 0)
     record.wait_began = record.launched
     try:
-        with label(name):
+        with profiler_range(name):
             yield
     finally:
         record.wait_ended = time.perf_counter()

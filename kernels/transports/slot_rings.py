@@ -5,10 +5,10 @@ n // slots + 1. Two words per slot carry the round: `full` says that the data is
 The writer of a piece waits for `free` of the round before, the reader for `full` of the round; so memory is bounded
 and a slow reader holds the writer back.
 
-Why no set of ranks can block each other: every rank puts its steps in the order of (message, piece, distance), where
-distance is (receiver - sender) % world; a send goes before the receive of the same key. A step waits for steps of
-smaller keys alone, or, a receive, for a send of its own key. So the smallest unfinished step can always run. This
-holds even if one hardware queue carries all streams of a rank.
+Why no set of ranks can deadlock: every rank puts its transfers in the order of (message, piece, distance), where
+distance is (receiver - sender) % world; a send goes before the receive of the same key. A transfer waits for transfers
+of smaller keys alone, or, a receive, for the send of its own key. So the smallest unfinished transfer can always run.
+This holds even if one hardware queue carries all streams of a rank.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEVELS = 3  # priorities 0, 1 and 2; each has slots and streams of its own
+PRIORITY_LEVELS = 3  # priorities 0, 1 and 2; each has slots and streams of its own
 WORD_STRIDE = 64  # a cache line per word: the two sides of a lane do not share one
-_ALIGN = 4096
+PAGE_BYTES = 4096
 
 
 def level_of(priority: int) -> int:
-    return min(max(priority, 0), LEVELS - 1)
+    return min(max(priority, 0), PRIORITY_LEVELS - 1)
 
 
 @dataclass
@@ -36,27 +36,28 @@ class Lane:
     peer: int
     sends: bool
     slots: int
-    piece: int  # bytes in a slot
-    data: int  # address of the first slot
-    waits_at: int  # address of the first word that this side waits for
-    tells_at: int  # address of the first word that this side writes
-    seen: np.ndarray | None = None  # the words that this side waits for, where the host can read them
+    piece_bytes: int  # of a slot
+    data_address: int  # of the first slot
+    wait_address: int  # of the first word that this side waits for
+    signal_address: int  # of the first word that this side writes
+    wait_words: np.ndarray | None = None  # the words that this side waits for, where the host can read them
     word_stride: int = WORD_STRIDE
-    number: int = 0  # of the next piece
+    next_piece: int = 0
 
-    def slot(self, number: int) -> int:
-        return number % self.slots
+    def slot(self, piece: int) -> int:
+        return piece % self.slots
 
-    def needs(self, number: int) -> int:
-        """What the awaited word must have reached before piece `number` may move."""
-        return number // self.slots + (0 if self.sends else 1)
+    def awaited_round(self, piece: int) -> int:
+        """What the word must have reached before piece number `piece` may move."""
+        return piece // self.slots + (0 if self.sends else 1)
 
-    def reached(self, number: int, seen: np.ndarray) -> bool:
-        return at_least(int(seen[number % self.slots]), self.needs(number))
+    def may_move(self, piece: int, wait_words: np.ndarray) -> bool:
+        return at_least(int(wait_words[piece % self.slots]), self.awaited_round(piece))
 
-    def lacks(self, seen: np.ndarray) -> bool:
+    def is_blocked(self, wait_words: np.ndarray) -> bool:
         """Whether a piece that was issued cannot move yet. (Those of two streams may pass each other.)"""
-        return not all(self.reached(n, seen) for n in range(max(0, self.number - self.slots), self.number))
+        issued = range(max(0, self.next_piece - self.slots), self.next_piece)
+        return not all(self.may_move(piece, wait_words) for piece in issued)
 
 
 def at_least(word: int, value: int) -> bool:
@@ -64,7 +65,7 @@ def at_least(word: int, value: int) -> bool:
     return (word - value) & 0xFFFFFFFF < 0x80000000
 
 
-class Step(NamedTuple):
+class LaneTransfer(NamedTuple):
     """One piece through one lane: bytes [offset, offset + nbytes) of the tensor that is sent or received."""
 
     lane: Lane
@@ -72,8 +73,8 @@ class Step(NamedTuple):
     nbytes: int
 
 
-class Move(NamedTuple):
-    """A Step, before it is known which lane it takes."""
+class Transfer(NamedTuple):
+    """One piece, to or from a peer."""
 
     sends: bool
     peer: int
@@ -81,94 +82,91 @@ class Move(NamedTuple):
     nbytes: int
 
 
-def walk(rank: int, send: Sequence[int], recv: Sequence[int], piece: int) -> Iterator[Move]:
-    """Every piece of a message, in the order that cannot block; bytes to and from each peer."""
+def transfers_in_order(rank: int, send: Sequence[int], recv: Sequence[int], piece_bytes: int) -> Iterator[Transfer]:
+    """Every piece of a message, in the order that cannot deadlock; `send` and `recv` are bytes per peer."""
     world = len(send)
     starts_out, starts_in = [0, *accumulate(send)], [0, *accumulate(recv)]
-    for at in range(0, max((*send, *recv), default=0), piece):
+    for begin in range(0, max((*send, *recv), default=0), piece_bytes):
         for distance in (*range(1, world), 0):  # others first; what a rank sends to itself comes last
             to, source = (rank + distance) % world, (rank - distance) % world
-            if at < send[to]:
-                yield Move(True, to, starts_out[to] + at, min(piece, send[to] - at))
-            if at < recv[source]:
-                yield Move(False, source, starts_in[source] + at, min(piece, recv[source] - at))
+            if begin < send[to]:
+                yield Transfer(True, to, starts_out[to] + begin, min(piece_bytes, send[to] - begin))
+            if begin < recv[source]:
+                yield Transfer(False, source, starts_in[source] + begin, min(piece_bytes, recv[source] - begin))
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Slots of the lanes between every two ranks of a host, and where each lies in the memory that they share."""
+class SharedLayout:
+    """Where the lanes between every two ranks of a host lie in the memory that the ranks share. A line for each rank
+    (PeerLiveness) comes first; then the words of all lanes, then their slots."""
 
     world: int
     slots: int
-    piece: int
+    piece_bytes: int
 
     @property
     def lanes(self) -> int:
-        return self.world * self.world * LEVELS
+        return self.world * self.world * PRIORITY_LEVELS
 
     def lane(self, source: int, to: int, level: int) -> int:
-        return (source * self.world + to) * LEVELS + level
+        return (source * self.world + to) * PRIORITY_LEVELS + level
 
-    def full_at(self, lane: int) -> int:
-        return _up(self.world * WORD_STRIDE) + lane * self.slots * WORD_STRIDE
+    def full_offset(self, lane: int) -> int:
+        return _round_up(self.world * WORD_STRIDE) + lane * self.slots * WORD_STRIDE
 
-    def free_at(self, lane: int) -> int:
-        return self.full_at(self.lanes) + lane * self.slots * WORD_STRIDE
+    def free_offset(self, lane: int) -> int:
+        return self.full_offset(self.lanes) + lane * self.slots * WORD_STRIDE
 
-    def data_at(self, lane: int) -> int:
-        return _up(self.free_at(self.lanes)) + lane * self.slots * self.piece
+    def data_offset(self, lane: int) -> int:
+        return _round_up(self.free_offset(self.lanes)) + lane * self.slots * self.piece_bytes
 
     @property
     def nbytes(self) -> int:
-        return self.data_at(self.lanes)
-
-    @property
-    def nbytes_per_rank(self) -> int:
-        return self.world * LEVELS * self.slots * self.piece
+        return self.data_offset(self.lanes)
 
 
-def fit(world: int, ring_bytes: int, piece_bytes: int) -> Sizes:
+def fit_layout(world: int, ring_bytes: int, piece_bytes: int) -> SharedLayout:
     """The largest pieces up to `piece_bytes` with which one rank's lanes need at most `ring_bytes`."""
     slots = max(2, 8 // world)
-    piece = min(piece_bytes, ring_bytes // (world * LEVELS * slots)) // _ALIGN * _ALIGN
-    if piece < _ALIGN:
-        least = world * LEVELS * slots * _ALIGN
+    fitting = min(piece_bytes, ring_bytes // (world * PRIORITY_LEVELS * slots)) // PAGE_BYTES * PAGE_BYTES
+    if fitting < PAGE_BYTES:
+        least = world * PRIORITY_LEVELS * slots * PAGE_BYTES
         raise ValueError(
-            f"freescale: a ring for {world} ranks needs at least {least} bytes and pieces of {_ALIGN}, "
+            f"freescale: a ring for {world} ranks needs at least {least} bytes and pieces of {PAGE_BYTES}, "
             f"found ring_bytes={ring_bytes}, piece_bytes={piece_bytes}"
         )
-    return Sizes(world, slots, piece)
+    return SharedLayout(world, slots, fitting)
 
 
-def _up(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Fragment(NamedTuple):
-    """What goes to or comes from one peer in one message of the network; offset is that in the tensor."""
+    """What goes to or comes from one peer in one message of the network; `offset` is in the tensor."""
 
     peer: int
     offset: int
     nbytes: int
 
 
-def pack(peers: Sequence[int], nbytes: Sequence[int], piece: int) -> list[list[Fragment]]:
+def pack_fragments(peers: Sequence[int], nbytes: Sequence[int], piece_bytes: int) -> list[list[Fragment]]:
     """Fragments in the order of `peers`, grouped into pieces: each a stretch of the tensor that fits into a slot.
 
-    Both ends of a pair cut what they share alike, whatever else shares their slots.
+    Both ends of a pair cut what goes between them alike, whatever else is in their slots.
     """
     starts = [0, *accumulate(nbytes)]
     pieces: list[list[Fragment]] = []
     low = high = 0  # the stretch of the last piece
     for peer in peers:
-        for at in range(0, nbytes[peer], piece):
-            part = Fragment(peer, starts[peer] + at, min(piece, nbytes[peer] - at))
-            end = part.offset + part.nbytes
-            touches = part.offset == high or end == low
-            if pieces and touches and max(high, end) - min(low, part.offset) <= piece:
-                pieces[-1].append(part)
-                low, high = min(low, part.offset), max(high, end)
+        for begin in range(0, nbytes[peer], piece_bytes):
+            fragment = Fragment(peer, starts[peer] + begin, min(piece_bytes, nbytes[peer] - begin))
+            end = fragment.offset + fragment.nbytes
+            touches = fragment.offset == high or end == low
+            if pieces and touches and max(high, end) - min(low, fragment.offset) <= piece_bytes:
+                pieces[-1].append(fragment)
+                low, high = min(low, fragment.offset), max(high, end)
             else:
-                pieces.append([part])
-                low, high = part.offset, end
+                pieces.append([fragment])
+                low, high = fragment.offset, end
     return pieces

@@ -13,19 +13,18 @@ Memory is bounded by `ring_bytes` per rank, allocated once; a sender whose slots
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from freescale.compat import distributed
+from freescale.compat import distributed, launcher_environment
 from freescale.kernels.transports import slot_rings
-from freescale.kernels.transports.base import Transport, set_far
+from freescale.kernels.transports.base import CopyTransport, release_words
 from freescale.kernels.transports.cuda_driver import CudaDriver
-from freescale.kernels.transports.shared_segment import Presence, Segment, agree_on_segment, cpu_group
-from freescale.kernels.transports.slot_rings import LEVELS, WORD_STRIDE, Lane, Step
+from freescale.kernels.transports.shared_segment import PeerLiveness, SharedSegment, cpu_group, share_segment
+from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, Lane, LaneTransfer
 
 log = logging.getLogger(__name__)
 
@@ -34,54 +33,67 @@ PIECE_BYTES = 8 << 20  # at most, per slot
 NETWORKS = ("auto", "memory", "gloo")
 
 
-class SharedMemory(Transport):
+class SharedMemoryTransport(CopyTransport):
     """Ranks of one host. Lanes lie between every two ranks, a rank and itself included."""
 
     name = "staged"
 
     def __init__(
-        self, group: dist.ProcessGroup, driver: Any, timeout: float | None, segment: Segment, sizes: slot_rings.Sizes
+        self,
+        group: dist.ProcessGroup,
+        driver: Any,
+        timeout: float | None,
+        segment: SharedSegment,
+        layout: slot_rings.SharedLayout,
     ) -> None:
         super().__init__(group, driver, timeout)
-        self.segment, self.sizes = segment, sizes
-        self._resources.callback(segment.close)
-        device = self._pin(segment.bytes)
-        self._open_streams()
-        self.presence = Presence(segment, self.rank, self.world)
-        self._out = [[self._lane(p, level, True, device) for p in range(self.world)] for level in range(LEVELS)]
-        self._in = [[self._lane(p, level, False, device) for p in range(self.world)] for level in range(LEVELS)]
-        words = [lane.seen for side in (self._out, self._in) for lanes in side for lane in lanes]
-        self._awaited = [w for w in words if w is not None]
-        self._resources.callback(set_far, self._awaited)
+        self.segment, self.layout = segment, layout
+        self._resources.on_close(segment.close)
+        mapped = self._resources.pin(segment.bytes)
+        self.streams = self._resources.open_streams()
+        self.liveness = PeerLiveness(segment, self.rank, self.world)
+        levels, peers = range(PRIORITY_LEVELS), range(self.world)
+        self._lanes_out = [[self._lane(peer, level, True, mapped) for peer in peers] for level in levels]
+        self._lanes_in = [[self._lane(peer, level, False, mapped) for peer in peers] for level in levels]
+        self._wait_words = [lane.wait_words for lane in self._all_lanes() if lane.wait_words is not None]
+        self._resources.on_close(release_words, self._wait_words)
         self.pinned_bytes = segment.nbytes  # of the host, not of each rank: all ranks pin the same memory
         self._start_watching()
 
-    def _lane(self, peer: int, level: int, sends: bool, device: int) -> Lane:
-        at = self.sizes.lane(self.rank, peer, level) if sends else self.sizes.lane(peer, self.rank, level)
-        full, free = self.sizes.full_at(at), self.sizes.free_at(at)
-        waits, tells = (free, full) if sends else (full, free)
+    def _lane(self, peer: int, level: int, sends: bool, mapped: int) -> Lane:
+        """`mapped` is the device's address of the segment."""
+        lane = self.layout.lane(self.rank, peer, level) if sends else self.layout.lane(peer, self.rank, level)
+        full, free = self.layout.full_offset(lane), self.layout.free_offset(lane)
+        waits, signals = (free, full) if sends else (full, free)
         return Lane(
             peer=peer,
             sends=sends,
-            slots=self.sizes.slots,
-            piece=self.sizes.piece,
-            data=self.segment.address + self.sizes.data_at(at),
-            waits_at=device + waits,
-            tells_at=device + tells,
-            seen=self.segment.words(waits, self.sizes.slots, WORD_STRIDE),
+            slots=self.layout.slots,
+            piece_bytes=self.layout.piece_bytes,
+            data_address=self.segment.address + self.layout.data_offset(lane),
+            wait_address=mapped + waits,
+            signal_address=mapped + signals,
+            wait_words=self.segment.words(waits, self.layout.slots),
         )
 
-    def _steps(self, level: int, send: Sequence[int], recv: Sequence[int]) -> Iterable[Step]:
-        lanes = self._in[level], self._out[level]
-        for sends, peer, offset, nbytes in slot_rings.walk(self.rank, send, recv, self.sizes.piece):
-            yield Step(lanes[sends][peer], offset, nbytes)
+    def _all_lanes(self) -> Iterable[Lane]:
+        return (lane for lanes in (*self._lanes_out, *self._lanes_in) for lane in lanes)
 
-    def _lacking(self) -> set[int]:
-        lanes = [lane for side in (self._out, self._in) for lanes in side for lane in lanes]
-        return {x.peer for x in lanes if x.peer != self.rank and x.seen is not None and x.lacks(x.seen)}
+    def _transfers(self, level: int, send: Sequence[int], recv: Sequence[int]) -> Iterable[LaneTransfer]:
+        lanes = self._lanes_in[level], self._lanes_out[level]
+        pieces = slot_rings.transfers_in_order(self.rank, send, recv, self.layout.piece_bytes)
+        for sends, peer, offset, nbytes in pieces:
+            yield LaneTransfer(lanes[sends][peer], offset, nbytes)
 
-    def _release(self) -> None:
-        set_far(self._awaited)
+    def missing_peers(self) -> set[int]:
+        return {
+            lane.peer
+            for lane in self._all_lanes()
+            if lane.peer != self.rank and lane.wait_words is not None and lane.is_blocked(lane.wait_words)
+        }
+
+    def release_waits(self) -> None:
+        release_words(self._wait_words)
 
 
 def open_transport(
@@ -92,9 +104,9 @@ def open_transport(
     network: str = "auto",
     timeout: float | None = None,
     driver: Any = None,
-) -> Transport:
+) -> CopyTransport:
     """Make the group's transport. Collective: every rank calls it, with the same arguments."""
-    from freescale.kernels.transports.staged_gloo import Relay
+    from freescale.kernels.transports.staged_gloo import GlooRelay
 
     if network not in NETWORKS:
         raise ValueError(f"freescale: staged: network is one of {', '.join(NETWORKS)}, found {network!r}")
@@ -103,23 +115,23 @@ def open_transport(
     if driver is None:
         driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
     seconds = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
-    side = cpu_group(group, seconds)
+    gloo_group = cpu_group(group, seconds)
     if network != "gloo":
-        sizes = slot_rings.fit(group.size(), ring_bytes, piece_bytes)
-        segment, why_not = agree_on_segment(sizes.nbytes, group.rank(), side)
+        layout = slot_rings.fit_layout(group.size(), ring_bytes, piece_bytes)
+        segment, reason = share_segment(layout.nbytes, group.rank(), gloo_group)
         if segment is not None:
-            made = SharedMemory(group, driver, seconds, segment, sizes)
-            dist.barrier(side)
-            return made
+            transport = SharedMemoryTransport(group, driver, seconds, segment, layout)
+            dist.barrier(gloo_group)
+            return transport
         if network == "memory":
-            raise RuntimeError(f"freescale: staged: the ranks cannot share memory: {why_not}")
-        log.info("staged: over gloo, because %s", why_not)
+            raise RuntimeError(f"freescale: staged: the ranks cannot share memory: {reason}")
+        log.info("staged: over gloo, because %s", reason)
         _refuse_gloo_without_caching()
-    return Relay(group, driver, seconds, side, ring_bytes, piece_bytes)
+    return GlooRelay(group, driver, seconds, gloo_group, ring_bytes, piece_bytes)
 
 
 def _refuse_gloo_without_caching() -> None:
-    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+    if launcher_environment.cuda_caching_disabled():
         raise RuntimeError(
             "freescale: staged over gloo cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING set: to free a tensor "
             "would wait for the device while it holds the lock that the sending threads need"

@@ -17,7 +17,7 @@ import torch
 from freescale.compat import dynamo
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import EARLY, LATE
-from freescale.kernels.transports import choose
+from freescale.kernels.transports import open_transports
 from freescale.runtime import batch_structure
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.table_exchange import Exchange
@@ -105,7 +105,7 @@ class Run:
     def begin(self) -> None:
         """The batch handed out last is about to go through the model, on every rank."""
         assert self.current is not None
-        choose.check()
+        open_transports.check()
         for x, p in zip(self.exchanges, self.current.plans, strict=True):
             if (p.arrived.dtype, p.arrived.device) != (x.anchor.dtype, x.anchor.device):
                 raise RuntimeError(
@@ -126,7 +126,7 @@ class Run:
                     x.name, x.group_name
                 )  # fmt: skip
             x.freescale_plan = p
-        self._updates = [table_registry.updates[x.name] for x in self.exchanges]
+        self._updates = [table_registry.update_counts[x.name] for x in self.exchanges]
 
     @dynamo.outside_inference_mode()
     def end(self) -> None:
@@ -136,11 +136,11 @@ class Run:
         for i, (x, p) in enumerate(zip(self.exchanges, self.current.plans, strict=True)):
             q, x.freescale_plan, p.before = self._last[i], None, None
             # applied: the gradients of the step before
-            if p.used or table_registry.updates[x.name] != self._updates[i]:
+            if p.used or table_registry.update_counts[x.name] != self._updates[i]:
                 if q is not None and q.late_slot is not None:
                     _refuse_backward(q, "the forward pass of a later batch")
             if p.used:
-                self._last[i], self._after[i] = p, table_registry.backwards[x.name]
+                self._last[i], self._after[i] = p, table_registry.backward_update_counts[x.name]
                 _take_late_gradients(x, p)
                 if p.next is not None and p.next.arrived.is_inference():  # a training step could not use it
                     p.next.arrived = _wait(p.next.arrived).clone()
@@ -159,7 +159,7 @@ class Run:
         between, was asked for the gradients of some tensors alone, or was that of another step."""
         for x, q, after in zip(self.exchanges, self._last, self._after, strict=True):
             if q is not None and not q.last and q.late_slot is not None:
-                if table_registry.backwards[x.name] != after + q.backwards:
+                if table_registry.backward_update_counts[x.name] != after + q.backwards:
                     yield x, q
 
     @property
@@ -175,7 +175,7 @@ class Run:
     @dynamo.outside_inference_mode()
     def apply(self) -> None:
         """Send and apply what is pending. Every rank does so at the same place."""
-        choose.check()
+        open_transports.check()
         for x, q in self._left():
             try:
                 _apply_late(x, q)
@@ -216,20 +216,20 @@ def _take_late_gradients(x: Exchange, p: step_plan.StepPlan) -> None:
     """Each backward pass of a step is one update, as in TorchRec. So where a second one hands its late gradients over,
     those of the first are applied, by all ranks in this very place, instead of being added to."""
     step = weakref.ref(p)  # the graph of a loss that the user keeps must not keep plans
-    before = table_registry.backwards[x.name]
+    before = table_registry.backward_update_counts[x.name]
 
     def take(grad: torch.Tensor) -> None:
         q = step()
         if q is None or q.late_slot is None:
             return
-        now = table_registry.step_settings.get(x.name)
+        now = table_registry.last_step_settings.get(x.name)
         if q.late_slot.grad is not None:
-            table_registry.step_settings[x.name] = q.settings
+            table_registry.last_step_settings[x.name] = q.settings
             _apply_late(x, q)
-            table_registry.step_settings[x.name] = now
+            table_registry.last_step_settings[x.name] = now
         q.settings = now
         # A table that the loss does not depend on gets zeros, and no update.
-        q.backwards += table_registry.backwards[x.name] > before + q.backwards
+        q.backwards += table_registry.backward_update_counts[x.name] > before + q.backwards
 
     assert p.late_slot is not None
     p.late_slot.register_hook(take)

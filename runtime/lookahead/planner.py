@@ -183,7 +183,7 @@ class Planner:
             if goes_on:
                 try:
                     asked = [self._ask(x, i) for x, i in zip(self.exchanges, ids, strict=True)]
-                except row_requests.OutsideTable as e:  # on every rank alike
+                except row_requests.IdOutsideTable as e:  # on every rank alike
                     goes_on, failure = False, e
             if not goes_on:
                 self._put_last(before, asked_before)
@@ -243,7 +243,7 @@ class Planner:
     def _ask(self, exchange: Exchange, ids: list[torch.Tensor]) -> exchange_plan.Requests:
         self._since = time.monotonic()
         owners = exchange_plan.OwnerMap(exchange.bounds, exchange.shifts, exchange.starts)
-        return row_requests.ask(ids, exchange.firsts, exchange.sizes, owners, exchange.name, self.group)
+        return row_requests.request_rows(ids, exchange.firsts, exchange.sizes, owners, exchange.name, self.group)
 
     def _make(
         self,
@@ -260,11 +260,11 @@ class Planner:
             like = exchange.anchor.detach()
             flat = torch.cat([t.long() for t in ids[i]])
             if before is None:
-                rows = exchange_plan.split(asked[i], *_all(asked[i]))
+                rows = exchange_plan.split_requests(asked[i], *_all(asked[i]))
                 plans.append(step_plan.make(number, flat, asked[i], rows, like))
             else:
                 self._since = time.monotonic()
-                gradients, rows = row_requests.answer(asked_before[i], asked[i], self.group)
+                gradients, rows = row_requests.split_colliding(asked_before[i], asked[i], self.group)
                 plans.append(step_plan.make(number, flat, asked[i], rows, like))
                 step_plan.finish(before.plans[i], asked_before[i], gradients)
                 before.plans[i].next = plans[i]
@@ -275,7 +275,7 @@ class Planner:
         if last is None:
             return
         for i, p in enumerate(last.plans):
-            step_plan.finish(p, asked[i], exchange_plan.split(asked[i], *_all(asked[i])))
+            step_plan.finish(p, asked[i], exchange_plan.split_requests(asked[i], *_all(asked[i])))
             p.next, p.last = step_plan.nothing_next(p), True
         self._ready.put(last)
 
@@ -331,7 +331,7 @@ def _said_first(group: dist.ProcessGroup, words: str) -> str:
 
 
 def _all(asked: exchange_plan.Requests) -> tuple[torch.Tensor, torch.Tensor]:
-    wanted, held = asked.mine.values, asked.rows
+    wanted, held = asked.needed.values, asked.rows
     return torch.ones_like(wanted, dtype=torch.bool), torch.ones_like(held, dtype=torch.bool)
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import compiled_modules, distributed
-from freescale.kernels.transports import choose, launch_record, link_speed
+from freescale.kernels.transports import launch_record, link_speed, open_transports
 from freescale.runtime.lookahead.loop_state import UNKNOWN, Run
 from freescale.runtime.tables import torchrec_collection
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
@@ -78,7 +78,7 @@ class Tables:
         """What nobody waits for travels on the background group."""
         exchange.background = self._background.group_name
         exchange.look_first = self._before_lookup
-        link_speed.speed[exchange.group_name] = link_speed.speed[self._background.group_name]
+        link_speed.bytes_per_second[exchange.group_name] = link_speed.bytes_per_second[self._background.group_name]
 
     # -- loops ---------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Tables:
         if run.broken is not None:
             raise RuntimeError(f"freescale: {run.broken}")
         try:
-            with launch_record.blocked("meeting of the ranks"):
+            with launch_record.record_host_wait("meeting of the ranks"):
                 return [Said(*s) for s in distributed.gather_ints(mine, self._meeting)]
         except Exception as error:
             limit = self.timeout.total_seconds()
@@ -233,7 +233,7 @@ class Tables:
         for module in model.modules():
             # Whoever reads a dense part alone may be a single rank: only what holds rows needs the others.
             holds_rows = any(m in inside for m in module.modules())
-            before = self._before_state_dict if holds_rows else choose.settle
+            before = self._before_state_dict if holds_rows else open_transports.drain
             handles.append(module.register_state_dict_pre_hook(before))
         for module in found:
             handles.append(module.register_forward_pre_hook(self._before_lookup))
@@ -306,7 +306,7 @@ class Tables:
         self._say()
         if self.runs:
             self.flush()
-        choose.settle()
+        open_transports.drain()
 
     def _before_load(self, *args: Any) -> None:
         self._say()

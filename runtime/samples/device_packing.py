@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from freescale.kernels import sample_packing
-from freescale.kernels.sample_packing import ELEMENT, Jagged, Kind, Slabs
+from freescale.kernels.sample_packing import ELEMENT_DTYPE, FeatureSpec, Jagged, PackedSamples
 from freescale.runtime import batch_structure
 
 _ALIGNED = 16  # bytes, as kernels expect of a tensor that is no slice of another
@@ -80,7 +80,7 @@ class DevicePacker:
             rows.append(torch.view_as_complex(x) if x.dim() > before.dim() else x)
         return rows
 
-    def _dispatch(self, counts: Sequence[np.ndarray], destination: np.ndarray) -> Slabs:
+    def _dispatch(self, counts: Sequence[np.ndarray], destination: np.ndarray) -> PackedSamples:
         order = np.argsort(np.where(destination == self.me, len(self.peers), destination), kind="stable")
         peer_ends = np.bincount(destination, minlength=len(self.peers))[self.peers].cumsum()
         different = {id(counts[i]): _offsets(counts[i]) for i in self._packable}
@@ -105,14 +105,14 @@ class DevicePacker:
         placed, ends, flat = self._upload([perm, of_peer.cumsum(), lengths.ravel()[by_peer]])
         data = {size: self._slab(size, [[arrived[i][r] for i in mine] for r in self.others])
                 for size, mine in self._by_element_size.items()}  # fmt: skip
-        kinds = [Kind(x.dtype, tuple(x.shape[1:])) for i, x in self._packable.items() for _ in counts[i]]
-        return sample_packing.combine(Slabs(data, flat), placed, ends, kinds, lengths.sum(1).tolist())
+        kinds = [FeatureSpec(x.dtype, tuple(x.shape[1:])) for i, x in self._packable.items() for _ in counts[i]]
+        return sample_packing.combine(PackedSamples(data, flat), placed, ends, kinds, lengths.sum(1).tolist())
 
     def _slab(self, size: int, by_rank: list[list[torch.Tensor]]) -> torch.Tensor:
         """What came from the others, and what stayed."""
         arrived = [piece for of_rank in by_rank for piece in of_rank]
         n, staying = sum(map(len, arrived)) // size, self._staying.pop(size)
-        slab = torch.empty(n + len(staying), dtype=ELEMENT[size], device=self.device)
+        slab = torch.empty(n + len(staying), dtype=ELEMENT_DTYPE[size], device=self.device)
         if n:
             host = torch.empty(n * size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             torch.cat(arrived, out=host)
@@ -130,7 +130,7 @@ class DevicePacker:
 def _as_plain_elements(rows: torch.Tensor) -> torch.Tensor:
     """Elements of at most 8 bytes that are in memory what they say."""
     rows = rows.resolve_conj().resolve_neg().contiguous()
-    return torch.view_as_real(rows) if rows.element_size() > max(ELEMENT) else rows
+    return torch.view_as_real(rows) if rows.element_size() > max(ELEMENT_DTYPE) else rows
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:

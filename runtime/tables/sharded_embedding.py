@@ -8,12 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from freescale.kernels import rows as row_kernels
+from freescale.kernels import row_kernels
 from freescale.kernels.planning import exchange_plan
-from freescale.kernels.transports import choose
+from freescale.kernels.transports import open_transports
 from freescale.runtime.tables.table_exchange import Exchange
-
-OPTIMIZERS = ("sgd", "rowwise_adagrad")
 
 
 class ShardedEmbedding(nn.Module):
@@ -52,8 +50,8 @@ class ShardedEmbedding(nn.Module):
                 f"freescale: ShardedEmbedding {name!r} needs a process group: "
                 "call torch.distributed.init_process_group first"
             )
-        if optimizer not in OPTIMIZERS:
-            legal = ", ".join(OPTIMIZERS)
+        if optimizer not in row_kernels.OPTIMIZERS:
+            legal = ", ".join(row_kernels.OPTIMIZERS)
             raise ValueError(f"freescale: optimizer must be one of {legal}, found {optimizer!r}")
         if num_embeddings < 1 or embedding_dim < 1:
             raise ValueError(f"freescale: table {name!r} is empty: {num_embeddings} x {embedding_dim}")
@@ -71,7 +69,7 @@ class ShardedEmbedding(nn.Module):
         self.register_buffer("weight", local)
         self.register_buffer("momentum", local.new_zeros(mine.rows if optimizer == "rowwise_adagrad" else 0))
         self._exchange = Exchange(name, self, list(self.shards), [num_embeddings], [(name, 0)], group)
-        self.register_state_dict_pre_hook(choose.settle)
+        self.register_state_dict_pre_hook(open_transports.drain)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self._exchange.lookup([ids], self._divide_by)[0]

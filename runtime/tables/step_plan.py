@@ -83,15 +83,15 @@ def nothing_late(rows: torch.Tensor, counts: torch.Tensor) -> Late:
 def make(
     number: int, ids: torch.Tensor, asked: exchange_plan.Requests, rows: exchange_plan.Split, like: torch.Tensor
 ) -> StepPlan:
-    """The forward half: `rows.chosen` are the colliding (urgent) rows. `like` is an empty row of the table."""
+    """The forward half: `rows.urgent` are the colliding (urgent) rows. `like` is an empty row of the table."""
     urgent, early = rows
     n_early = early.index.shape[0]
     return StepPlan(
         step=torch.tensor(number),
         ids=ids,
-        inverse=exchange_plan.merged_inverse(exchange_plan.inverse_of(asked.mine), (early, urgent)),
-        order=asked.mine.order,
-        ends=asked.mine.ends,
+        inverse=exchange_plan.merged_inverse(exchange_plan.inverse_index(asked.needed), (early, urgent)),
+        order=asked.needed.order,
+        ends=asked.needed.ends,
         urgent=(urgent.rows, urgent.send_counts, urgent.recv_counts),
         early_rows=early.rows,
         early_counts=(early.send_counts, early.recv_counts),
@@ -102,11 +102,11 @@ def make(
 
 
 def finish(p: StepPlan, asked: exchange_plan.Requests, gradients: exchange_plan.Split) -> None:
-    """The backward half: `gradients.chosen` are those that the next batch needs (urgent)."""
+    """The backward half: `gradients.urgent` are those that the next batch needs (urgent)."""
     back, late = gradients
-    p.back = (back.index, *exchange_plan.group(back.rows), back.recv_counts, back.send_counts)
+    p.back = (back.index, *exchange_plan.deduplicate(back.rows), back.recv_counts, back.send_counts)
     p.late_index = late.index
-    p.late_own = tuple(exchange_plan.group(late.rows))
+    p.late_own = tuple(exchange_plan.deduplicate(late.rows))
     p.late_counts = (late.recv_counts, late.send_counts)
     for counts in (*p.back[4:], *p.late_counts):
         dynamo.mark_static(counts)
@@ -119,15 +119,15 @@ def finish(p: StepPlan, asked: exchange_plan.Requests, gradients: exchange_plan.
 
 def _row_stats(asked: exchange_plan.Requests, rows: exchange_plan.Split, like: torch.Tensor) -> dict[str, int]:
     row = like.shape[1] * like.element_size()
-    per_key = exchange_plan.sizes_of(asked.mine.ends)
+    per_key = exchange_plan.segment_sizes(asked.needed.ends)
     return {
-        "values": asked.mine.order.shape[0],
-        "unique_rows": asked.mine.values.shape[0],
-        "colliding_rows": rows.chosen.index.shape[0],
-        "bytes_urgent": rows.chosen.index.shape[0] * row,
-        "bytes_early": rows.others.index.shape[0] * row,
+        "values": asked.needed.order.shape[0],
+        "unique_rows": asked.needed.values.shape[0],
+        "colliding_rows": rows.urgent.index.shape[0],
+        "bytes_urgent": rows.urgent.index.shape[0] * row,
+        "bytes_early": rows.rest.index.shape[0] * row,
         # what a split of looked-up values, without bringing duplicates together, would leave urgent
-        "bytes_urgent_per_value": int(per_key[rows.chosen.index].sum()) * row,
+        "bytes_urgent_per_value": int(per_key[rows.urgent.index].sum()) * row,
     }
 
 

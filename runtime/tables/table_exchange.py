@@ -31,7 +31,7 @@ class Exchange:
     def __init__(
         self,
         name: str,
-        table: table_registry.Table,
+        table: table_registry.ShardedTable,
         shards: list[exchange_plan.Shard],
         table_rows: list[int],
         entries: list[tuple[str, int]],
@@ -43,7 +43,7 @@ class Exchange:
         # For what nobody waits for; a LookaheadLoader gives it a group of its own, so that it is never in the way.
         self.background = group.group_name
         self.features = [feature for feature, _ in entries]
-        firsts = exchange_plan.table_firsts(table_rows)
+        firsts = exchange_plan.first_row_of_each_table(table_rows)
         self.firsts = [firsts[t] for _, t in entries]
         self.sizes = [table_rows[t] for _, t in entries]
         owners = exchange_plan.owner_map(shards, table_rows, group.size())

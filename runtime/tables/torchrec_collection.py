@@ -23,7 +23,7 @@ from freescale.compat import compiled_modules, dynamo
 from freescale.config import Config, load
 from freescale.kernels.ops import table_registry
 from freescale.kernels.planning import exchange_plan
-from freescale.kernels.transports import choose
+from freescale.kernels.transports import open_transports
 from freescale.runtime.tables import fbgemm_table
 from freescale.runtime.tables.table_exchange import Exchange, ReplicatedRows
 
@@ -236,7 +236,7 @@ def collection_of(module: Any) -> Collection:
     if "_freescale" not in module.__dict__:
         with dynamo.outside_inference_mode():  # the first use may be an evaluation
             module.__dict__["_freescale"] = Collection(module)
-        module.register_state_dict_pre_hook(choose.settle)
+        module.register_state_dict_pre_hook(open_transports.drain)
     return module.__dict__["_freescale"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -74,15 +75,22 @@ def test_import_direction(folder: str):
         ("passes", "from freescale.runtime import meter", {"freescale.runtime.meter"}),
         ("passes", "from freescale import runtime", {"freescale.runtime"}),
         ("runtime", "import freescale.passes.exchange_meta", {"freescale.passes.exchange_meta"}),
-        ("fs_compile", "import kernels.rows", {"kernels.rows"}),
+        ("fs_compile", "import kernels.row_kernels", {"kernels.row_kernels"}),
         ("passes", "from . import node_cost", {"..node_cost"}),
-        ("passes", "import sympy, torch\nfrom torch import fx\nfrom freescale.kernels import rows", set()),
+        ("passes", "import sympy, torch\nfrom torch import fx\nfrom freescale.kernels import row_kernels", set()),
         ("runtime/balance", "import torch, heapq, numpy\nfrom freescale.runtime import meter", {"torch", "freescale.runtime.meter"}),
         ("runtime/balance", "from freescale.runtime.balance import swaps", set()),
     ],
 )
 def test_wrong_imports_are_found(folder: str, source: str, wrong: set[str]):
     assert wrong_imports(folder, source) == wrong
+
+
+def test_the_environment_is_read_in_two_places():
+    """Settings of freescale in one, what torchrun and torch say in the other."""
+    files = [f for folder in FOLDERS.values() for f in (ROOT / folder).rglob("*.py")]
+    reading = {str(f.relative_to(ROOT)) for f in files if re.search(r"\b(environb?|getenvb?)\b", f.read_text())}
+    assert reading == {"fs_compile/config.py", "fs_compile/compat/launcher_environment.py"}
 
 
 def python(code: str, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -132,15 +132,15 @@ class Planned:
 def plan_all(case: Case, threads: Threads, rank: int) -> list[Planned]:
     """What the background thread of a LookaheadLoader does."""
     owners = exchange_plan.owner_map(case.shards, case.tables, case.world)
-    firsts = exchange_plan.table_firsts(case.tables)
+    firsts = exchange_plan.first_row_of_each_table(case.tables)
     planned: list[Planned] = []
     for number, batch in enumerate(case.ids):
         ids = [torch.tensor(i, dtype=torch.int64) for i in batch[rank]]
-        asked = row_requests.ask(
+        asked = row_requests.request_rows(
             ids, [firsts[t] for t in case.features], [case.tables[t] for t in case.features], owners, "t", rank
         )
         if planned:
-            planned[-1].gradients, rows = row_requests.answer(planned[-1].asked, asked, rank)
+            planned[-1].gradients, rows = row_requests.split_colliding(planned[-1].asked, asked, rank)
         else:
             rows = everything(asked)
         step = step_plan.make(number, torch.cat(ids), asked, rows, torch.empty(0, DIM))
@@ -152,7 +152,7 @@ def plan_all(case: Case, threads: Threads, rank: int) -> list[Planned]:
 
 
 def everything(asked: exchange_plan.Requests) -> exchange_plan.Split:
-    return exchange_plan.split(asked, *(torch.ones_like(t, dtype=torch.bool) for t in (asked.mine.values, asked.rows)))
+    return exchange_plan.split_requests(asked, *(torch.ones_like(t, dtype=torch.bool) for t in (asked.needed.values, asked.rows)))
 
 
 def check(case: Case, threads: Threads, rank: int) -> None:
@@ -169,9 +169,9 @@ def check(case: Case, threads: Threads, rank: int) -> None:
 
 def check_requests(case: Case, threads: Threads, rank: int, t: int, asked: exchange_plan.Requests) -> list[Key]:
     """Returns this rank's unique keys in the order of the plan."""
-    positions, mine = case.keys(t, rank), asked.mine
+    positions, mine = case.keys(t, rank), asked.needed
     unique = sorted(set(positions), key=case.place)
-    inverse = exchange_plan.inverse_of(mine).tolist()
+    inverse = exchange_plan.inverse_index(mine).tolist()
     assert [unique[i] for i in inverse] == positions
     order, start = mine.order.tolist(), 0
     for key, end in zip(unique, mine.ends.tolist(), strict=True):
@@ -187,7 +187,7 @@ def check_requests(case: Case, threads: Threads, rank: int, t: int, asked: excha
 
 def check_split(case, threads, rank, t, unique, asked, split, other):
     """The chosen rows are those in `other`, at both ends, in the same order."""
-    for chunk, chosen in ((split.chosen, True), (split.others, False)):
+    for chunk, chosen in ((split.urgent, True), (split.rest, False)):
         keys = [unique[i] for i in chunk.index.tolist()]
         assert keys == [k for k in unique if (k in other) == chosen]
         arrived = threads.exchange(chunk.rows, chunk.recv_counts, chunk.send_counts, rank)  # k-th row: its own number
@@ -195,8 +195,8 @@ def check_split(case, threads, rank, t, unique, asked, split, other):
         owned = Counter(case.place(k)[0] for k in keys)
         assert chunk.recv_counts.tolist() == [owned[r] for r in range(case.world)]
         assert all(t.dtype == torch.int64 and t.stride() == (1,) for t in chunk)
-    assert torch.equal(split.chosen.recv_counts + split.others.recv_counts, asked.recv_counts)
-    assert torch.equal(split.chosen.send_counts + split.others.send_counts, asked.send_counts)
+    assert torch.equal(split.urgent.recv_counts + split.rest.recv_counts, asked.recv_counts)
+    assert torch.equal(split.urgent.send_counts + split.rest.send_counts, asked.send_counts)
 
 
 def check_forward(case, threads, rank, t, p, before):
@@ -297,18 +297,18 @@ lists = st.lists(numbers, max_size=40).map(lambda x: torch.tensor(x, dtype=torch
 @given(lists)
 @settings(max_examples=150, deadline=None)
 def test_group_keeps_the_order_of_duplicates(values):
-    found, x = exchange_plan.group(values), values.tolist()
+    found, x = exchange_plan.deduplicate(values), values.tolist()
     assert found.values.tolist() == sorted(set(x))
     assert found.order.tolist() == sorted(range(len(x)), key=lambda i: (x[i], i))
-    assert exchange_plan.sizes_of(found.ends).tolist() == [x.count(v) for v in found.values.tolist()]
-    assert found.values[exchange_plan.inverse_of(found)].tolist() == x
+    assert exchange_plan.segment_sizes(found.ends).tolist() == [x.count(v) for v in found.values.tolist()]
+    assert found.values[exchange_plan.inverse_index(found)].tolist() == x
     assert all(t.dtype == torch.int64 and t.stride() == (1,) for t in found)
 
 
 @given(lists, lists)
 @settings(max_examples=150, deadline=None)
 def test_shared_is_an_intersection(x, y):
-    in_x, in_y = exchange_plan.shared(x, y)
+    in_x, in_y = exchange_plan.intersection_masks(x, y)
     assert in_x.tolist() == [v in y.tolist() for v in x.tolist()]
     assert in_y.tolist() == [v in x.tolist() for v in y.tolist()]
     assert in_x.dtype == in_y.dtype == torch.bool
@@ -319,15 +319,15 @@ def test_rows_beyond_32_bits():
     owners = exchange_plan.owner_map([exchange_plan.Shard(0, 0, 2**32, 0, 0), exchange_plan.Shard(0, 2**32, 2**32, 1, 0)], [rows], 2)
     case_ids = [[rows - 1, 5, rows - 1], [2**32, 5]]
     threads = Threads(2)
-    first, second = threads.run(lambda r: row_requests.ask([torch.tensor(case_ids[r])], [0], [rows], owners, "t", r))
+    first, second = threads.run(lambda r: row_requests.request_rows([torch.tensor(case_ids[r])], [0], [rows], owners, "t", r))
     assert first.rows.tolist() == [5, 5] and second.rows.tolist() == [2**32 - 1, 0]
-    assert first.mine.order.tolist() == [1, 0, 2] and second.mine.order.tolist() == [1, 0]
+    assert first.needed.order.tolist() == [1, 0, 2] and second.needed.order.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_first_id_outside_its_table(dtype):
     good, bad = torch.tensor([0, 3], dtype=dtype), torch.tensor([1, 4, -1], dtype=dtype)
     none = torch.tensor([], dtype=dtype)
-    assert exchange_plan.first_outside([none, good], [0, 4]) is None
-    assert exchange_plan.first_outside([none, good, bad], [0, 4, 4]) == (2, 4)
-    assert exchange_plan.first_outside([none, bad, good], [0, 5, 3]) == (1, -1)
+    assert exchange_plan.first_invalid_id([none, good], [0, 4]) is None
+    assert exchange_plan.first_invalid_id([none, good, bad], [0, 4, 4]) == (2, 4)
+    assert exchange_plan.first_invalid_id([none, bad, good], [0, 5, 3]) == (1, -1)

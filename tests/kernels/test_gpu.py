@@ -131,7 +131,7 @@ def _hundred_steps():
     """Losses and all state after 100 steps, look-ahead on and off, per optimizer; and which transport carried them."""
     from test_lookahead import Trainer
 
-    from freescale.kernels.transports import choose, launch_record
+    from freescale.kernels.transports import launch_record, open_transports
 
     torch.cuda.set_device(0)
     found = {}
@@ -139,10 +139,10 @@ def _hundred_steps():
         for wrapped in (False, True):
             losses, state, _ = Trainer(optimizer, "all", "eager", "cuda").train(0.3, 100, wrapped)
             found[optimizer, wrapped] = losses, {k: v.cpu() for k, v in state.items()}
-    choose.check()
-    used = choose.opened()
-    choose.close()
-    assert not launch_record._under_way
+    open_transports.check()
+    used = open_transports.names()
+    open_transports.close()
+    assert not launch_record._not_waited_for
     return found, used
 
 

@@ -118,7 +118,7 @@ def test_a_table_that_is_gone_is_named():
     name = table_registry.register(table := PlainSgd(2, 2), "short-lived")
     del table
     with pytest.raises(RuntimeError, match="no table is called 'short-lived'"):
-        table_registry.find(name)
+        table_registry.get_table(name)
 
 
 def left_to_right(xs):

@@ -46,7 +46,7 @@ def same(got: list[d.Jagged], expected: list[d.Jagged]) -> None:
 def check(samples: int, many: int, features, device: str) -> None:
     fs, ends = batch(samples, features, device), peers(samples, many, device)
     perm, again = (torch.randperm(samples).to(device) for _ in range(2))
-    kinds, entries = [d.kind_of(f) for f in fs], [f.values.shape[0] for f in fs]
+    kinds, entries = [d.spec_of(f) for f in fs], [f.values.shape[0] for f in fs]
     slabs, expected = d.dispatch_on_device(fs, perm, ends), d.dispatch_reference(fs, perm, ends)
     assert torch.equal(slabs.lengths, expected.lengths) and slabs.data.keys() == expected.data.keys()
     assert all(torch.equal(slabs.data[size], expected.data[size]) for size in expected.data)
@@ -85,11 +85,11 @@ def more_entries_than_there_are(device: str) -> None:
     """The offsets tell what there is; nothing is taken from behind the slab."""
     mark, spare = 0x5A17_C0DE_5A17_C0DE, 2000
     fs, ends = batch(6, ((torch.int64, (), 300), (torch.int64, (), 5)), device), peers(6, 3, device)
-    perm, kinds, entries = torch.randperm(6).to(device), [d.kind_of(f) for f in fs], [f.values.shape[0] for f in fs]
+    perm, kinds, entries = torch.randperm(6).to(device), [d.spec_of(f) for f in fs], [f.values.shape[0] for f in fs]
     packed, n = d.dispatch_on_device(fs, perm, ends), sum(entries)
     marked = torch.full((n + 2 * spare,), mark, device=device)
     marked[:n] = packed.data[8]
-    slabs = d.Slabs({8: marked[:n]}, packed.lengths)
+    slabs = d.PackedSamples({8: marked[:n]}, packed.lengths)
     expected = d.combine_reference(slabs, perm, ends, kinds)
     for more in ((0, spare), (spare, 0), (spare, spare)):
         got = d.combine_on_device(slabs, perm, ends, kinds, [n + m for n, m in zip(entries, more, strict=True)])
@@ -130,7 +130,19 @@ def test_layout_in_small():
     assert slabs.data[8].tolist() == [30, 31, 32, *(10, 11, 20, 7, 8)]
     assert slabs.data[4].view(torch.float32).tolist() == [3.0, 1.0, 2.0]
     assert slabs.lengths.tolist() == [3, 1, 0, *(2, 1), *(1, 1), *(0, 2)]
-    assert d.slab_sizes(slabs.lengths, [1, 2], [d.kind_of(f) for f in (ids, label, tag)]) == {8: [3, 5], 4: [1, 2]}
+    specs = [d.spec_of(f) for f in (ids, label, tag)]
+    assert elements_per_peer(slabs.lengths, [1, 2], specs) == {8: [3, 5], 4: [1, 2]}
+
+
+def elements_per_peer(lengths: torch.Tensor, samples: list[int], specs: list[d.FeatureSpec]) -> dict[int, list[int]]:
+    """Of every buffer: what an all-to-all of them has to know."""
+    counts: dict[int, list[int]] = {spec.dtype.itemsize: [] for spec in specs}
+    for part in lengths.split([n * len(specs) for n in samples]):
+        per_feature = part.view(len(specs), -1).sum(1).tolist()
+        for size, of_peer in counts.items():
+            of_size = [(n, s) for n, s in zip(per_feature, specs, strict=True) if s.dtype.itemsize == size]
+            of_peer.append(sum(n * s.width for n, s in of_size))
+    return counts
 
 
 def test_four_ranks_exchange_all_samples():
@@ -138,7 +150,7 @@ def test_four_ranks_exchange_all_samples():
     torch.manual_seed(5)
     world, samples = 4, 6
     batches = [batch(samples, MIXED, "cpu") for _ in range(world)]
-    kinds = [d.kind_of(f) for f in batches[0]]
+    kinds = [d.spec_of(f) for f in batches[0]]
     counts = [torch.bincount(torch.randint(0, world, (samples,)), minlength=world) for _ in range(world)]
     perms = [torch.randperm(samples) for _ in range(world)]
     sent = [d.dispatch(b, p, c.cumsum(0)) for b, p, c in zip(batches, perms, counts, strict=True)]
@@ -149,11 +161,11 @@ def test_four_ranks_exchange_all_samples():
         for peer in range(world):
             n, first = counts[peer].tolist(), int(counts[peer][:rank].sum())
             lengths.append(sent[peer].lengths.split([c * len(kinds) for c in n])[rank])
-            sizes = d.slab_sizes(sent[peer].lengths, n, kinds)
+            sizes = elements_per_peer(sent[peer].lengths, n, kinds)
             for size, part in parts.items():
                 part.append(sent[peer].data[size].split(sizes[size])[rank])
             expected += [(peer, int(s)) for s in perms[peer][first : first + n[rank]]]
-        arrived = d.Slabs({size: torch.cat(p) for size, p in parts.items()}, torch.cat(lengths))
+        arrived = d.PackedSamples({size: torch.cat(p) for size, p in parts.items()}, torch.cat(lengths))
         ends = torch.stack([c[rank] for c in counts]).cumsum(0)
         got = d.combine(arrived, torch.arange(len(expected)), ends, kinds, [0] * len(kinds))
         for place, (peer, sample) in enumerate(expected):
@@ -189,7 +201,7 @@ class TestOnGpu:
 
     def test_nothing_waits_for_the_device(self):
         fs, ends, perm = batch(64, MIXED, "cuda"), peers(64, 4, "cuda"), torch.randperm(64, device="cuda")
-        kinds, entries = [d.kind_of(f) for f in fs], [f.values.shape[0] for f in fs]
+        kinds, entries = [d.spec_of(f) for f in fs], [f.values.shape[0] for f in fs]
         d.combine(d.dispatch(fs, perm, ends), perm, ends, kinds, entries)  # compiles, which does wait
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from freescale.kernels.transports import peer, slot_rings, staged
-from freescale.kernels.transports.base import STREAMS
+from freescale.kernels.transports import peer, peer_watch, slot_rings, staged
+from freescale.kernels.transports.device_resources import STREAMS_PER_DIRECTION as STREAMS
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 from host_device import HostDriver
 from ranks import run_ranks
@@ -46,7 +46,7 @@ def test_every_byte_is_in_one_piece(counts, piece):
         recv = [row[rank] for row in counts]
         for sends, nbytes in ((True, send), (False, recv)):
             covered = np.zeros(sum(nbytes), int)
-            for way, _peer, offset, size in slot_rings.walk(rank, send, recv, piece):
+            for way, _peer, offset, size in slot_rings.transfers_in_order(rank, send, recv, piece):
                 assert 0 < size <= piece
                 if way == sends:
                     covered[offset : offset + size] += 1
@@ -60,8 +60,8 @@ def test_both_ends_of_a_pair_cut_alike(counts, piece):
     sent, received = {}, {}
     for rank, send in enumerate(counts):
         recv = [row[rank] for row in counts]
-        out = slot_rings.pack([(rank + d) % world for d in range(1, world)], send, piece)
-        arriving = slot_rings.pack([(rank - d) % world for d in range(1, world)], recv, piece)
+        out = slot_rings.pack_fragments([(rank + d) % world for d in range(1, world)], send, piece)
+        arriving = slot_rings.pack_fragments([(rank - d) % world for d in range(1, world)], recv, piece)
         for pieces in (out, arriving):
             for p in pieces:
                 low, high = min(f.offset for f in p), max(f.offset + f.nbytes for f in p)
@@ -78,21 +78,21 @@ def test_both_ends_of_a_pair_cut_alike(counts, piece):
 def simulate(messages, slots, piece, one_queue, choose):
     """Ranks whose streams run in any order that `choose` likes; returns what every rank received, or None if stuck."""
     world = len(messages[0])
-    sizes = slot_rings.Sizes(world, slots, piece)
-    ring = np.zeros((sizes.lanes, slots, piece), np.uint8)
-    full, free = np.zeros((2, sizes.lanes, slots), np.int64)
-    ways = 1 if one_queue else 2 * STREAMS * slot_rings.LEVELS
+    layout = slot_rings.SharedLayout(world, slots, piece)
+    ring = np.zeros((layout.lanes, slots, piece), np.uint8)
+    full, free = np.zeros((2, layout.lanes, slots), np.int64)
+    ways = 1 if one_queue else 2 * STREAMS * slot_rings.PRIORITY_LEVELS
     streams = {(rank, s): [] for rank in range(world) for s in range(ways)}
     numbers, turns = {}, Counter()
     data, got = {}, {}
     for m, counts in enumerate(messages):
         for rank in range(world):
             send, recv = counts[rank], [row[rank] for row in counts]
-            level = m % slot_rings.LEVELS
+            level = m % slot_rings.PRIORITY_LEVELS
             data[m, rank] = np.random.default_rng([m, rank]).integers(1, 255, sum(send)).astype(np.uint8)
             got[m, rank] = np.zeros(sum(recv), np.uint8)
-            for sends, other, offset, nbytes in slot_rings.walk(rank, send, recv, piece):
-                lane = sizes.lane(rank, other, level) if sends else sizes.lane(other, rank, level)
+            for sends, other, offset, nbytes in slot_rings.transfers_in_order(rank, send, recv, piece):
+                lane = layout.lane(rank, other, level) if sends else layout.lane(other, rank, level)
                 number = numbers.get((lane, sends), 0)
                 numbers[lane, sends] = number + 1
                 way = 2 * level + sends
@@ -141,13 +141,13 @@ def test_rounds_wrap_around():
 
 def test_a_ring_stays_within_its_size():
     for world in (1, 2, 3, 8, 64):
-        sizes = slot_rings.fit(world, 64 << 20, 4 << 20)
-        assert sizes.nbytes_per_rank <= 64 << 20 and sizes.piece <= 4 << 20
-        ends = [sizes.data_at(lane) for lane in range(sizes.lanes + 1)]
-        assert all(b - a == sizes.slots * sizes.piece for a, b in zip(ends, ends[1:], strict=False))
-        assert sizes.free_at(sizes.lanes) <= sizes.data_at(0) and ends[-1] == sizes.nbytes
+        layout = slot_rings.fit_layout(world, 64 << 20, 4 << 20)
+        assert layout.lanes // world * layout.slots * layout.piece_bytes <= 64 << 20 and layout.piece_bytes <= 4 << 20
+        ends = [layout.data_offset(lane) for lane in range(layout.lanes + 1)]
+        assert all(b - a == layout.slots * layout.piece_bytes for a, b in zip(ends, ends[1:], strict=False))
+        assert layout.free_offset(layout.lanes) <= layout.data_offset(0) and ends[-1] == layout.nbytes
     with pytest.raises(ValueError, match="ring for 64 ranks needs at least"):
-        slot_rings.fit(64, 1 << 20, 4 << 20)
+        slot_rings.fit_layout(64, 1 << 20, 4 << 20)
 
 
 # ---- whole exchanges ---------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def many(kind, device, messages, most, in_flight, sizes):
             assert torch.equal(got.cpu(), expected), (which, got.shape)
     transport.check()
     transport.close()
-    assert not transport.in_flight
+    assert not transport.in_flight.messages
     return transport.launched
 
 
@@ -249,7 +249,7 @@ def urgent_first(kind):
     early, expected = one(transport, counts, 2, "cpu")
     urgent, soon = one(transport, few, 0, "cpu")
     assert torch.equal(wait(urgent), soon)
-    behind = not transport.driver.done(transport.in_flight[0].events[-1]) if late else True
+    behind = not transport.driver.is_done(transport.in_flight.messages[0].events[-1]) if late else True
     dist.barrier()
     if late:
         go_on.set()
@@ -321,7 +321,7 @@ def dies(kind, device, seconds):
     told = ""
     try:
         wait(out)
-        transport.settle()
+        transport.drain()
     except RuntimeError as error:
         told = str(error)
     took = time.monotonic() - start
@@ -347,10 +347,10 @@ def test_a_rank_that_dies_is_named(kind):
 
 def late_rank(kind):
     """Rank 1 lives but launches nothing: the time-out names it, and nobody gets to write a checkpoint."""
-    from freescale.kernels.transports import choose
+    from freescale.kernels.transports import open_transports
 
     transport = opened(kind, "cpu", timeout=1.0)
-    choose._open["staged", "the group"] = dist.group.WORLD, transport
+    open_transports._open["staged", "the group"] = dist.group.WORLD, transport
     table = ShardedEmbedding(8, 4)
     assert set(table.state_dict()) == {"weight", "momentum"}
     world = dist.get_world_size()
@@ -375,7 +375,7 @@ def test_a_late_rank_is_named_after_the_time_out(kind, world):
 # ---- threads that meet something unexpected ----------------------------------------------------------------
 
 
-def courier_dies():
+def relay_thread_dies():
     """A sending thread of rank 1 raises something that is not a RuntimeError: no stream waits for it for ever."""
     transport = opened("gloo", "cpu", timeout=200.0)
     if dist.get_rank() == 1:
@@ -383,20 +383,20 @@ def courier_dies():
         def post(number, piece):
             raise MemoryError("no room for a piece")
 
-        transport._couriers[2]._post = post  # of priority 1, outwards
+        transport._threads[2]._post = post  # of priority 1, outwards
     counts = torch.full((2,), 400)
     out = transport.launch(torch.ones(800, 16), counts, counts, 800, 1)
     try:
         wait(out)
-        transport.settle()
+        transport.drain()
     finally:
         transport.close()
     return True
 
 
-def test_a_courier_that_dies_of_anything_is_an_error():
+def test_a_relay_thread_that_dies_of_anything_is_an_error():
     """On its own rank it says of what; the other one sees that rank go."""
-    other, own = run_ranks(courier_dies, 2, timeout=60, expect_errors=True)
+    other, own = run_ranks(relay_thread_dies, 2, timeout=60, expect_errors=True)
     assert "freescale: staged: rank 1 cannot go on: MemoryError: no room for a piece" in own
     assert "freescale: staged: rank 0 cannot" in other and "rank 1 is " in other
 
@@ -405,23 +405,24 @@ def list_empties():
     """Between two looks at the list of messages, another thread finds that the last one has finished."""
     transport = opened("memory", "cpu")
     out, expected = one(transport, [[5]], 0, "cpu")
-    message = transport.in_flight[0]
+    in_flight = transport.in_flight
+    message = in_flight.messages[0]
     assert torch.equal(wait(out), expected)
-    unfinished = type(transport)._unfinished
+    oldest = type(in_flight).oldest
 
     def then_empties():
         if threading.current_thread() is not threading.main_thread():
-            return unfinished(transport)  # the watching thread itself
-        transport.in_flight = [message]
-        transport.driver.done = lambda mark: False
-        found = unfinished(transport)
-        del transport.driver.done
-        unfinished(transport)
+            return oldest(in_flight)  # the watching thread itself
+        in_flight.messages = [message]
+        transport.driver.is_done = lambda mark: False
+        found = oldest(in_flight)
+        del transport.driver.is_done
+        oldest(in_flight)
         return found
 
-    transport._unfinished = then_empties
-    transport.look()
-    del transport._unfinished
+    in_flight.oldest = then_empties
+    peer_watch.look_for_failure(transport)
+    del in_flight.oldest
     transport.close()
     return True
 
@@ -435,18 +436,18 @@ def watcher_raises():
     transport = opened("memory", "cpu", timeout=200.0)
     if dist.get_rank() == 0:
 
-        def lacking():
+        def missing_peers():
             raise ValueError("a flag that cannot be read")
 
-        transport._lacking, transport.timeout = lacking, 0.2
+        transport.missing_peers, transport.timeout = missing_peers, 0.2
         counts = torch.full((2,), 4000)
         try:
             wait(transport.launch(torch.ones(8000, 16), counts, counts, 8000, 1))
-            transport.settle()
+            transport.drain()
         finally:
             transport.close()
     else:
-        while not transport.presence.gone():
+        while not transport.liveness.lost_peers():
             time.sleep(0.01)
         transport.close()
         raise RuntimeError("rank 1 launched nothing")
@@ -465,13 +466,13 @@ def never_done():
         transport.driver.queues[stream].put(go_on.wait)
     transport.launch(torch.ones(4, 16), torch.tensor([4]), torch.tensor([4]), 4, 1)
     try:
-        transport.settle()
+        transport.drain()
     finally:
         go_on.set()
         transport.close()
 
 
-def test_settling_ends_with_the_time_out():
+def test_draining_ends_with_the_time_out():
     (said,) = run_ranks(never_done, 1, timeout=60, expect_errors=True)
     assert "freescale: staged: rank 0 has waited 0.5 s for its own device to finish message 0 of priority 1" in said
 
@@ -521,18 +522,18 @@ def every_kind(kinds, messages, caching):
 
 def grows():
     torch.cuda.set_device(0)
-    return [grows_with(flag) for flag in peer.FLAGS]
+    return [grows_with(flag) for flag in peer.FLAG_MODES]
 
 
 def grows_with(flag):
-    transport = peer.open_transport(dist.group.WORLD, window_bytes=4096, most_bytes=100_000, flag=flag)
+    transport = peer.open_transport(dist.group.WORLD, window_bytes=4096, max_bytes=100_000, flag=flag)
     slabs = []
     for number in range(3 * peer.AGREE_EVERY):
         largest = 100 if number < peer.AGREE_EVERY else 5000
         counts = [[1, 2], [3, largest]]  # rank 0 never sees the large one
         out, expected = one(transport, counts, number, "cuda")
         assert torch.equal(wait(out).cpu(), expected)
-        slabs.append(transport.slab)
+        slabs.append(transport.slab_bytes)
     transport.close()
     return slabs
 

@@ -10,7 +10,7 @@ from test_graphs import Model
 
 from fake_world import fake_world, graphs_of
 from freescale import config, driver
-from freescale.kernels.transports import choose
+from freescale.kernels.transports import selection
 from ranks import RankFailed, run_ranks_apart
 
 
@@ -28,7 +28,7 @@ def _lowered_to_staged():
         found[direction, name] = [str(n.target) for n in graph.nodes if "launch" in str(n.target)]
 
     end = driver.observe(keep)
-    with fake_world(0, 4), mock.patch.object(choose, "_why_not", lambda *a: ""):
+    with fake_world(0, 4), mock.patch.object(selection, "unsupported_reason", lambda *a: ""):
         model = torch.compile(
             Model(), backend="freescale", fullgraph=True, options={"codegen": "eager", "transport": "staged"}
         )
@@ -64,8 +64,8 @@ def test_a_request_that_cannot_be_met_is_an_error():
 
 
 def test_the_choice_and_its_reason():
-    assert choose.choose("auto", "0", "cpu") == ("c10d", "the rows are on the cpu")
-    assert choose.choose("c10d", "0", "cuda") == ("c10d", "it was asked for")
+    assert selection.choose_transport("auto", "0", "cpu") == ("c10d", "the rows are on the cpu")
+    assert selection.choose_transport("c10d", "0", "cuda") == ("c10d", "it was asked for")
 
 
 @pytest.mark.parametrize("ranks, joined, local, expected", (
@@ -80,26 +80,26 @@ def test_the_choice_and_its_reason():
 ))  # fmt: skip
 def test_the_choice_on_gpus(monkeypatch, ranks, joined, local, expected):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    monkeypatch.setattr(choose, "joined_gpus", lambda: joined)
-    monkeypatch.setattr(choose.distributed, "group_by_name", lambda name: None)
-    monkeypatch.setattr(choose.dist, "get_process_group_ranks", lambda group: ranks)
-    assert choose.choose("auto", "0", "cuda") == expected
+    monkeypatch.setattr(selection, "peer_accessible_gpus", lambda: joined)
+    monkeypatch.setattr(selection.distributed, "group_by_name", lambda name: None)
+    monkeypatch.setattr(selection.dist, "get_process_group_ranks", lambda group: ranks)
+    assert selection.choose_transport("auto", "0", "cuda") == expected
 
 
-def test_joined_gpus(monkeypatch):
+def test_peer_accessible_gpus(monkeypatch):
     islands = {0: 0, 1: 0, 2: 0, 3: 1}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(islands))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: islands[a] == islands[b])
-    choose.joined_gpus.cache_clear()
-    assert choose.joined_gpus() == 3
-    choose.joined_gpus.cache_clear()
+    selection.peer_accessible_gpus.cache_clear()
+    assert selection.peer_accessible_gpus() == 3
+    selection.peer_accessible_gpus.cache_clear()
 
 
-def test_a_cached_graph_is_for_the_same_surroundings(monkeypatch):
+def test_a_cached_graph_is_for_the_same_selection_facts(monkeypatch):
     keys = {driver.Driver(config.Config()).uuid()}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for world, joined, local in ((8, 1, "1"), (8, 8, "1"), (8, 8, "8"), (16, 8, "8")):
-        monkeypatch.setattr(choose, "joined_gpus", lambda n=joined: n)
+        monkeypatch.setattr(selection, "peer_accessible_gpus", lambda n=joined: n)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         with fake_world(0, world):
             keys.add(driver.Driver(config.Config()).uuid())

@@ -115,5 +115,5 @@ def test_a_link_that_is_set_is_not_measured():
             raise AssertionError("it was measured")
 
     assert link_speed.measure(Group(), torch.device("cpu"), 8.0) == 1e9
-    assert link_speed.of("set by hand") == 1e9 and link_speed.of("another") == link_speed.ASSUMED
-    del link_speed.speed["set by hand"]
+    assert link_speed.estimate("set by hand") == 1e9 and link_speed.estimate("another") == link_speed.DEFAULT
+    del link_speed.bytes_per_second["set by hand"]

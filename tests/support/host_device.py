@@ -26,7 +26,7 @@ class HostDriver:
         self.queues: dict[int, queue.SimpleQueue] = {}
         self.pins: dict[int, int] = {}
 
-    def enter_thread(self):
+    def bind_thread(self):
         pass
 
     def pin(self, address, nbytes):
@@ -42,7 +42,7 @@ class HostDriver:
         threading.Thread(target=self._run, args=(self.queues[name],), daemon=True).start()
         return name
 
-    def drop_stream(self, stream):
+    def destroy_stream(self, stream):
         self.queues.pop(stream).put(None)
 
     def _run(self, work):
@@ -54,13 +54,13 @@ class HostDriver:
     def _copy(self, to, data, nbytes, stream):
         self.queues[stream].put(lambda: ctypes.memmove(to, data, nbytes))
 
-    copy_out = copy_in = copy_across = _copy
+    copy_to_host = copy_to_device = copy_device_to_device = _copy
 
-    def write(self, address, value, stream):
+    def write_word(self, address, value, stream):
         word = ctypes.c_uint32.from_address(address)
         self.queues[stream].put(lambda: setattr(word, "value", value & 0xFFFFFFFF))
 
-    def wait(self, address, value, stream):
+    def wait_for_word(self, address, value, stream):
         word = ctypes.c_uint32.from_address(address)
 
         def spin():
@@ -69,10 +69,10 @@ class HostDriver:
 
         self.queues[stream].put(spin)
 
-    def current(self):
+    def current_stream(self):
         return 0
 
-    def mark(self, stream):
+    def record_event(self, stream):
         mark = Mark()
         if stream == 0:
             mark.reached.set()
@@ -80,11 +80,11 @@ class HostDriver:
             self.queues[stream].put(mark.reached.set)
         return mark
 
-    def after(self, stream, mark):
+    def wait_for_event(self, stream, mark):
         if stream == 0:
             assert mark.reached.wait(60), "a stream has been waiting for a minute"
         else:
             self.queues[stream].put(mark.reached.wait)
 
-    def done(self, mark):
+    def is_done(self, mark):
         return mark.reached.is_set()

@@ -28,11 +28,11 @@ from ranks import run_ranks
 def _planned(number: int, device: str) -> tuple[Planned, exchange_plan.Requests, exchange_plan.Split]:
     """A batch of one rank; every second row of it is needed by its neighbours too."""
     ids = torch.tensor([3, 1, 3, 0, 2])
-    keys = exchange_plan.group(ids)
+    keys = exchange_plan.deduplicate(ids)
     count = torch.tensor([keys.values.shape[0]])
     asked = exchange_plan.Requests(keys, count, keys.values.clone(), count.clone())
     half = torch.arange(keys.values.shape[0]) % 2 == 0
-    split = exchange_plan.split(asked, half, half)
+    split = exchange_plan.split_requests(asked, half, half)
     return Planned(number, {}, [step_plan.make(number, ids, asked, split, torch.empty(0, 4, device=device))]), asked, split
 
 
@@ -156,9 +156,9 @@ def test_a_rank_that_stops_is_an_error_on_the_others(during):
 
 # Where, at which call (all are of batch 4), of what.
 FAILURES = {
-    "before the first collective": (exchange_plan, "group_by_key", 5, IndexError),
+    "before the first collective": (exchange_plan, "deduplicate_by_key", 5, IndexError),
     "between two collectives of asking": (row_requests, "all_to_all_cpu", 13, MemoryError),
-    "before the answer": (exchange_plan, "shared", 4, MemoryError),
+    "before the answer": (exchange_plan, "intersection_masks", 4, MemoryError),
     "after the last collective": (step_plan, "finish", 4, TypeError),
     "balancing, between its collectives": (batch_balancer.solver, "balance", 5, ZeroDivisionError),
 }

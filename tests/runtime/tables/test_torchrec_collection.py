@@ -109,15 +109,15 @@ def test_fifty_batches_take_one_compilation(ddp):
 
 
 def _no_checkpoint_after_a_failed_transfer(model):
-    from freescale.kernels.transports import choose
+    from freescale.kernels.transports import open_transports
 
-    def settle():
+    def drain():
         raise RuntimeError("rank 1 is gone")
 
-    choose._open["staged", "the group"] = None, SimpleNamespace(settle=settle)
+    open_transports._open["staged", "the group"] = None, SimpleNamespace(drain=drain)
     with pytest.raises(RuntimeError, match="rank 1 is gone"):
         model.state_dict()
-    choose._open.clear()
+    open_transports._open.clear()
 
 
 def _checkpoints():

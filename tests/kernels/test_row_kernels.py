@@ -1,4 +1,4 @@
-"""Rows packed, expanded, summed and updated: the kernels against their definitions, in the interpreter and on a GPU."""
+"""Rows packed, summed and updated: the kernels against their definitions, in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 
 import freescale.kernels  # noqa: F401
-from freescale.kernels import reference, rows
+from freescale.kernels import reference, row_kernels
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 from interpreted import in_the_interpreter, needs_gpu, on_a_gpu, run_cases
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
+TYPES = row_kernels.KERNEL_DTYPES
 
 
 def segments(lengths: list[int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,47 +47,47 @@ HUGE = [512, 1024, 3, 513, 1, 0, 512, 1700, 17]  # several runs: some begin with
 
 
 def gathers_rows(device: str) -> None:
-    from freescale.kernels import rows_triton
+    from freescale.kernels import row_kernels_triton
 
     for dtype in TYPES:
         for dim, n in ((1, 5), (8, 1), (8, 0), (0, 4), (20, 33), (300, 9)):
             source = torch.randn(50, dim).to(device, dtype)
             index = torch.randint(0, 50, (n,), device=device)
             for tile in (64, 4096):  # 64 bytes: a row is gathered in several pieces
-                assert torch.equal(rows_triton.gather(source, index, tile=tile), source[index])
+                assert torch.equal(row_kernels_triton.gather(source, index, tile=tile), source[index])
 
 
 def sums_segments_bit_for_bit(device: str) -> None:
-    from freescale.kernels import rows_triton
+    from freescale.kernels import row_kernels_triton
 
     for dtype in TYPES:
         for dim, lengths in ((1, SKEWED), (20, SKEWED), (20, [0, 0]), (20, []), (0, [2])):
             x = torch.randn(sum(lengths), dim).to(device, dtype)
             order, ends = segments(lengths, device)
-            same_bits(rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+            same_bits(row_kernels_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
 
 
 def sums_segments_of_several_runs_bit_for_bit(device: str) -> None:
-    from freescale.kernels import rows_triton
+    from freescale.kernels import row_kernels_triton
 
     for dtype, dim, lengths in ((torch.float32, 5, HUGE), (torch.bfloat16, 8, HUGE), (torch.float32, 1, [600])):
         x = torch.randn(sum(lengths), dim).to(device, dtype)
         order, ends = segments(lengths, device)
-        same_bits(rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+        same_bits(row_kernels_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
     for longest in (None, max(HUGE)):
         weight, at, order, ends = _table(4, device, torch.float32, HUGE)
         grad, expected = torch.randn(sum(HUGE), 4, device=device), weight.clone()
-        rows.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
-        rows_triton.update_segments(weight, None, grad, at, order, ends, 0.1, 0.0, longest)
+        row_kernels.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
+        row_kernels_triton.update_segments(weight, None, grad, at, order, ends, 0.1, 0.0, longest)
         same_bits(weight, expected)
 
 
 def keeps_minus_zero_infinity_and_nan(device: str) -> None:
-    from freescale.kernels import rows_triton
+    from freescale.kernels import row_kernels_triton
 
     x = torch.tensor([[-0.0, float("inf")], [1e30, float("nan")], [-0.0, 1.0], [-1e30, 3e38], [7.0, 3e38]], device=device)
     order, ends = torch.tensor([0, 2, 1, 3, 4], device=device), torch.tensor([1, 2, 5], device=device)
-    got, expected = rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends)
+    got, expected = row_kernels_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends)
     assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.nan_to_num(), expected.nan_to_num())
     assert torch.equal(got.signbit(), expected.signbit())
 
@@ -99,58 +99,58 @@ def _table(dim: int, device: str, dtype: torch.dtype, lengths: list[int]):
 
 
 def steps_of_sgd_bit_for_bit(device: str) -> None:
-    from freescale.kernels import rows_triton
+    from freescale.kernels import row_kernels_triton
 
     for dtype in TYPES:
         for dim, lengths in ((1, SKEWED), (20, SKEWED), (20, [2, 1, 0]), (20, [])):
             weight, at, order, ends = _table(dim, device, dtype, lengths)
             grad, expected = torch.randn(sum(lengths), dim).to(device, dtype), weight.clone()
-            rows.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
-            rows_triton.update_segments(weight, None, grad, at, order, ends, 0.1, 0.0)
+            row_kernels.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
+            row_kernels_triton.update_segments(weight, None, grad, at, order, ends, 0.1, 0.0)
             same_bits(weight, expected)
 
 
 def steps_of_adagrad_bit_for_bit_where_squares_add_exactly(device: str) -> None:
-    from freescale.kernels import rows_triton
+    from freescale.kernels import row_kernels_triton
 
     for dim in (1, 32):  # powers of two: torch divides by multiplying on a GPU
         weight, at, order, ends = _table(dim, device, torch.float32, SKEWED)
         grad, momentum = exact(sum(SKEWED), dim).to(device), torch.rand(weight.shape[0], device=device)
         expected = weight.clone(), momentum.clone()
-        rows.update_rows_reference(*expected, grad, at, order, ends, 0.1, 1e-3)
-        rows_triton.update_segments(weight, momentum, grad, at, order, ends, 0.1, 1e-3)
+        row_kernels.update_rows_reference(*expected, grad, at, order, ends, 0.1, 1e-3)
+        row_kernels_triton.update_segments(weight, momentum, grad, at, order, ends, 0.1, 1e-3)
         assert torch.equal(momentum, expected[1]) and torch.equal(weight, expected[0])
 
 
 def adagrad_is_as_near_to_float64_as_its_definition(device: str) -> None:
-    from freescale.kernels import rows_triton
+    from freescale.kernels import row_kernels_triton
 
     for dim in (3, 100):
         weight, at, order, ends = _table(dim, device, torch.float32, SKEWED)
         grad, momentum = torch.randn(sum(SKEWED), dim, device=device), torch.rand(weight.shape[0], device=device)
         wide = weight.double(), momentum.double()
-        rows.update_rows_reference(*wide, grad.double(), at, order, ends, 0.1, 1e-8)
-        rows_triton.update_segments(weight, momentum, grad, at, order, ends, 0.1, 1e-8)
+        row_kernels.update_rows_reference(*wide, grad.double(), at, order, ends, 0.1, 1e-8)
+        row_kernels_triton.update_segments(weight, momentum, grad, at, order, ends, 0.1, 1e-8)
         # a sum of 150 rounded terms: well within 150 roundings of 2**-24
         assert float((weight.double() - wide[0]).abs().max()) <= 1e-5 * float(wide[0].abs().max())
         assert float((momentum.double() / wide[1] - 1).abs().max()) <= 1e-5
 
 
 def low_precision_is_rounded_once(device: str) -> None:
-    from freescale.kernels import rows_triton
+    from freescale.kernels import row_kernels_triton
 
     for dtype in (torch.bfloat16, torch.float16):
         weight, at, order, ends = _table(8, device, dtype, SKEWED)
         grad, momentum = exact(sum(SKEWED), 8).to(device, dtype), torch.rand(weight.shape[0], device=device)
         expected = weight.clone(), momentum.clone()
-        rows.update_rows_reference(*expected, grad, at, order, ends, 0.1, 1e-3)
-        rows_triton.update_segments(weight, momentum, grad, at, order, ends, 0.1, 1e-3)
+        row_kernels.update_rows_reference(*expected, grad, at, order, ends, 0.1, 1e-3)
+        row_kernels_triton.update_segments(weight, momentum, grad, at, order, ends, 0.1, 1e-3)
         same_bits(weight, expected[0])
         assert torch.equal(momentum, expected[1])
 
 
 def random_segments(device: str) -> None:
-    from freescale.kernels import rows_triton
+    from freescale.kernels import row_kernels_triton
 
     @settings(max_examples=25 if device == "cpu" else 200, deadline=None, database=None)
     @given(st.lists(st.integers(0, 20), max_size=12), st.sampled_from((1, 5, 8)), st.integers(0, 2**31))
@@ -158,13 +158,13 @@ def random_segments(device: str) -> None:
         torch.manual_seed(seed)
         x = torch.randn(sum(lengths), dim, device=device)
         order, ends = segments(lengths, device)
-        assert torch.equal(rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+        assert torch.equal(row_kernels_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
 
     check()
 
 
 def random_segments_of_short_runs(device: str) -> None:
-    from freescale.kernels import rows_triton
+    from freescale.kernels import row_kernels_triton
 
     @settings(max_examples=25 if device == "cpu" else 200, deadline=None, database=None)
     @given(st.lists(st.integers(0, 70), max_size=8), st.integers(0, 2**31))
@@ -172,11 +172,11 @@ def random_segments_of_short_runs(device: str) -> None:
         torch.manual_seed(seed)
         x = torch.randn(sum(lengths), 3, device=device)
         order, ends = segments(lengths, device)
-        assert torch.equal(rows_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+        assert torch.equal(row_kernels_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "RUN", 20)
-        patch.setattr(rows_triton, "RUN", 20)
+        patch.setattr(reference, "RUN_LENGTH", 20)
+        patch.setattr(row_kernels_triton, "RUN_LENGTH", 20)
         check()
 
 
@@ -200,7 +200,7 @@ test_on_a_gpu = on_a_gpu(CASES)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
-@pytest.mark.parametrize("optimizer", rows.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", row_kernels.OPTIMIZERS)
 def test_the_definition_is_the_native_table_s_step(optimizer, dtype):
     torch.manual_seed(3)
     weight, at, order, ends = _table(6, "cpu", dtype, SKEWED)
@@ -210,28 +210,25 @@ def test_the_definition_is_the_native_table_s_step(optimizer, dtype):
     table = SimpleNamespace(weight=weight.clone(), lr=0.1, eps=1e-4, optimizer=optimizer, embedding_dim=6)
     table.momentum = momentum.clone() if adagrad else None
     ShardedEmbedding.apply_update(table, at, reference.sum_rows(grad, order, ends))
-    rows.update_rows(weight, momentum, grad, at, order, ends, 0.1, 1e-4, optimizer)
+    row_kernels.update_rows(weight, momentum, grad, at, order, ends, 0.1, 1e-4, optimizer)
     assert torch.equal(weight, table.weight)
     assert momentum is None or torch.equal(momentum, table.momentum)
 
 
 def test_opcheck():
-    weight, at, order, ends = _table(4, "cpu", torch.float32, [2, 0, 1])
-    ops, grad = torch.ops.freescale, torch.randn(3, 4)
+    weight, at, _, _ = _table(4, "cpu", torch.float32, [2, 0, 1])
+    ops = torch.ops.freescale
     opcheck(ops.pack_rows, (weight, at))
-    opcheck(ops.expand_rows, (weight, at))
-    opcheck(ops.update_rows_, (weight, None, grad, at, order, ends, 0.1, 0.0, "sgd"))
-    opcheck(ops.update_rows_, (weight, torch.rand(12), grad, at, order, ends, 0.1, 0.1, "rowwise_adagrad", 2))
     assert torch.equal(ops.pack_rows(weight, at), weight[at])
 
 
 @pytest.mark.parametrize("call, words", (
-    (lambda w, i: rows.pack_rows(w, i.int()), r"pack_rows expected `index` as a contiguous int64 \[n\], found torch.int32"),
-    (lambda w, i: rows.pack_rows(w.t(), i), r"pack_rows expected contiguous rows \[n, dim\], found \[3, 5\]"),
-    (lambda w, i: rows.sum_rows(w, i, i.double()), "sum_rows expected `ends`"),
-    (lambda w, i: rows.update_rows(w, None, w, i, i, i, 0.1, 0.0, "adam"), "one of sgd, rowwise_adagrad, found 'adam'"),
-    (lambda w, i: rows.update_rows(w, None, w, i, i, i, 0.1, 0.0, "rowwise_adagrad"), "rowwise_adagrad with none"),
-    (lambda w, i: rows.update_rows(w, None, w[:, :2], i, i, i, 0.1, 0.0, "sgd"), r"gradients \[n, 3\].*found \[5, 2\]"),
+    (lambda w, i: row_kernels.pack_rows(w, i.int()), r"pack_rows expected `index` as a contiguous int64 \[n\], found torch.int32"),
+    (lambda w, i: row_kernels.pack_rows(w.t(), i), r"pack_rows expected contiguous rows \[n, dim\], found \[3, 5\]"),
+    (lambda w, i: row_kernels.sum_rows(w, i, i.double()), "sum_rows expected `ends`"),
+    (lambda w, i: row_kernels.update_rows(w, None, w, i, i, i, 0.1, 0.0, "adam"), "one of sgd, rowwise_adagrad, found 'adam'"),
+    (lambda w, i: row_kernels.update_rows(w, None, w, i, i, i, 0.1, 0.0, "rowwise_adagrad"), "rowwise_adagrad with none"),
+    (lambda w, i: row_kernels.update_rows(w, None, w[:, :2], i, i, i, 0.1, 0.0, "sgd"), r"gradients \[n, 3\].*found \[5, 2\]"),
 ))  # fmt: skip
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match="freescale: .*" + words):
@@ -255,9 +252,9 @@ class TestKernelsOnGpu(OnGpu):
         grad, momentum = torch.randn(sum(SKEWED), 32, device="cuda"), torch.rand(weight.shape[0], device="cuda")
 
         def all_of_them():
-            rows.expand_rows(rows.pack_rows(weight, at), order % at.shape[0])
+            row_kernels.pack_rows(weight, at)
             torch.ops.freescale.sum_rows(grad, order, ends)
-            rows.update_rows(weight, momentum, grad, at, order, ends, 0.1, 1e-8, "rowwise_adagrad")
+            row_kernels.update_rows(weight, momentum, grad, at, order, ends, 0.1, 1e-8, "rowwise_adagrad")
 
         all_of_them()  # compiles, which does wait
         torch.cuda.set_sync_debug_mode("error")
@@ -277,17 +274,17 @@ class TestKernelsOnGpu(OnGpu):
         grad, weight = torch.randn(n, dim, device="cuda").to(dtype), torch.randn(2 * u, dim, device="cuda").to(dtype)
         assert torch.equal(torch.ops.freescale.sum_rows(grad, order, ends), reference.sum_rows(grad, order, ends))
         at = torch.randperm(2 * u, device="cuda")[:u]
-        assert torch.equal(rows.pack_rows(weight, at), weight[at])
+        assert torch.equal(row_kernels.pack_rows(weight, at), weight[at])
         expected = weight.clone()
-        rows.update_rows_reference(expected, None, grad, at, order, ends, 0.3, 0.0)
-        rows.update_rows(weight, None, grad, at, order, ends, 0.3, 0.0, "sgd")
+        row_kernels.update_rows_reference(expected, None, grad, at, order, ends, 0.3, 0.0)
+        row_kernels.update_rows(weight, None, grad, at, order, ends, 0.3, 0.0, "sgd")
         assert torch.equal(weight, expected)
 
     @pytest.mark.parametrize("dim, dtype", ((32, torch.float32), (64, torch.bfloat16), (256, torch.float32)))
     @pytest.mark.parametrize("most", (8, 40), ids=("short", "some-long"))
     def test_every_program_takes_many_turns(self, dim, dtype, most):
         """More segments than all programs take at once, and few programs: numbers that add exactly, so all bits."""
-        from freescale.kernels import rows_triton
+        from freescale.kernels import row_kernels_triton
 
         n = 400_000
         lengths = torch.randint(0, 5, (n,), device="cuda")
@@ -299,14 +296,14 @@ class TestKernelsOnGpu(OnGpu):
         total = reference.sum_rows(grad, order, ends)
         for momentum in (None, torch.randint(0, 4, (2 * n,), device="cuda").float()):
             expected = weight.clone(), None if momentum is None else momentum.clone()
-            rows.update_rows_reference(*expected, grad, at, order, ends, 0.25, 1e-8)
+            row_kernels.update_rows_reference(*expected, grad, at, order, ends, 0.25, 1e-8)
             for programs in (256, 3):
                 out = torch.empty_like(total)
-                rows_triton._launch(grad, order, ends, out, None, None, None, 0.0, 0.0, rows_triton.SUM, programs=programs)
+                row_kernels_triton._launch(grad, order, ends, out, None, None, None, 0.0, 0.0, row_kernels_triton.SUM, programs=programs)
                 assert torch.equal(out, total)
                 got = weight.clone(), None if momentum is None else momentum.clone()
-                mode = rows_triton.SGD if momentum is None else rows_triton.ADAGRAD
-                rows_triton._launch(grad, order, ends, None, at, *got, 0.25, 1e-8, mode, programs=programs)
+                mode = row_kernels_triton.SGD if momentum is None else row_kernels_triton.ADAGRAD
+                row_kernels_triton._launch(grad, order, ends, None, at, *got, 0.25, 1e-8, mode, programs=programs)
                 assert torch.equal(got[0], expected[0])
                 assert momentum is None or torch.equal(got[1], expected[1])
 
@@ -316,10 +313,10 @@ class TestKernelsOnGpu(OnGpu):
         weight, at, order, ends = _table(dim, "cuda", torch.float32, lengths)
         grad, momentum = torch.randn(sum(lengths), dim, device="cuda"), torch.rand(weight.shape[0], device="cuda")
         parts = weight.clone(), momentum.clone()
-        rows.update_rows(weight, momentum, grad, at, order, ends, 0.1, 1e-8, "rowwise_adagrad")
+        row_kernels.update_rows(weight, momentum, grad, at, order, ends, 0.1, 1e-8, "rowwise_adagrad")
         cut, first = 137, int(ends[136])
         for some in ((at[:cut], order[:first], ends[:cut]), (at[cut:], order[first:], ends[cut:] - first)):
-            rows.update_rows(*parts, grad, *some, 0.1, 1e-8, "rowwise_adagrad")
+            row_kernels.update_rows(*parts, grad, *some, 0.1, 1e-8, "rowwise_adagrad")
         assert torch.equal(weight, parts[0]) and torch.equal(momentum, parts[1])
 
     def test_offsets_beyond_int32(self):
@@ -327,18 +324,18 @@ class TestKernelsOnGpu(OnGpu):
         weight = torch.zeros(n, dim, device="cuda", dtype=torch.bfloat16)
         at = torch.tensor([3, n - 2, n - 1], device="cuda")
         weight[at] = torch.randn(3, dim, device="cuda").bfloat16()
-        assert torch.equal(rows.pack_rows(weight, at), weight[at])
+        assert torch.equal(row_kernels.pack_rows(weight, at), weight[at])
         order, ends = torch.tensor([n - 1, 3, n - 2], device="cuda"), torch.tensor([1, 2, 3], device="cuda")
-        assert torch.equal(rows.sum_rows(weight, order, ends), weight[order])
+        assert torch.equal(row_kernels.sum_rows(weight, order, ends), weight[order])
         expected = (weight[at].float() - 0.5 * weight[order].float()).bfloat16()
-        rows.update_rows(weight, None, weight[order], at, torch.arange(3, device="cuda"), ends, 0.5, 0.0, "sgd")
+        row_kernels.update_rows(weight, None, weight[order], at, torch.arange(3, device="cuda"), ends, 0.5, 0.0, "sgd")
         assert torch.equal(weight[at], expected)
 
     def test_float64_is_the_definition(self):
         weight, at, order, ends = _table(5, "cuda", torch.float64, SKEWED)
         grad, expected = torch.randn(sum(SKEWED), 5, device="cuda", dtype=torch.float64), weight.clone()
-        rows.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
-        rows.update_rows(weight, None, grad, at, order, ends, 0.1, 0.0, "sgd")
+        row_kernels.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
+        row_kernels.update_rows(weight, None, grad, at, order, ends, 0.1, 0.0, "sgd")
         assert torch.equal(weight, expected)
 
 

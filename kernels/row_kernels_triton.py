@@ -1,12 +1,12 @@
-"""Moving, summing and updating rows in one pass over memory, in Triton. Definitions and checks are in rows.py.
+"""Moving, summing and updating rows in one pass over memory, in Triton. Definitions and checks: row_kernels.py.
 
 Rows are those of contiguous [n, dim] tensors of float32, bfloat16 or float16; indices are contiguous int64. Nothing
 here waits for the device: sizes come from shapes, and how long a segment is only the kernels know.
 
-A sum of one column of one run (reference.RUN entries of a segment) is sequential, left to right, so that it has the
-same bits everywhere. What runs at the same time are segments, runs and columns: short segments many to a program, one
-entry of each at a time; a long segment has a program to itself, with many of its rows on the way at once; and each
-run of one that has several, whose sums are then added as if they were its rows.
+The sum of one column of one run (reference.RUN_LENGTH entries of a segment) is sequential, left to right, so that it
+has the same bits everywhere. Segments, runs and columns go in parallel: short segments many to a program, one entry of
+each at a time; a long segment has a program to itself, with many of its rows in flight at once; and so has each run
+of a segment that has several, whose sums are then added as if they were its rows.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ import torch
 import triton
 import triton.language as tl
 
-from freescale.kernels.reference import RUN
+from freescale.kernels.reference import RUN_LENGTH
 
 SUM, SGD, ADAGRAD = 0, 1, 2
-LONG = 16  # entries above which a segment is a long one
-SCANNERS = 4096  # programs that look for long segments
-DEEP = 16  # entries of one that are on their way at once
+LONG_SEGMENT = 16  # a segment with more entries is a long one
+SCAN_PROGRAMS = 4096  # programs that look for long segments
+LONG_UNROLL = 16  # entries of a long segment that are in flight at once
 
 
 @triton.jit(do_not_specialize=["n"])
 def _gather(source, index, out, n, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(index + at, mask=at < n, other=0)
+    position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(index + position, mask=position < n, other=0)
     for first in tl.static_range(0, DIM, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        inside = (at < n)[:, None] & (column < DIM)[None, :]
+        inside = (position < n)[:, None] & (column < DIM)[None, :]
         x = tl.load(source + row[:, None] * DIM + column[None, :], mask=inside)
-        tl.store(out + at[:, None] * DIM + column[None, :], x, mask=inside)
+        tl.store(out + position[:, None] * DIM + column[None, :], x, mask=inside)
 
 
 @triton.jit
-def _weights(weight, row, column, DIM: tl.constexpr):
+def _load_weights(weight, row, column, DIM: tl.constexpr):
     inside = (row >= 0)[:, None] & (column < DIM)[None, :]
     return tl.load(weight + row[:, None].to(tl.int64) * DIM + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def _momenta(momentum, row, MODE: tl.constexpr):
+def _load_momenta(momentum, row, MODE: tl.constexpr):
     # to be kept in the cache: neighbours share what one access brings, and each is written back
     return tl.load(momentum + row, mask=row >= 0, other=0.0, eviction_policy="evict_last") if MODE == 2 else row
 
 
 @triton.jit
-def _step(weight, momentum, row, w, m, grad, column, lr, eps, DIM: tl.constexpr, MODE: tl.constexpr):
+def _optimizer_step(weight, momentum, row, w, m, grad, column, lr, eps, DIM: tl.constexpr, MODE: tl.constexpr):
     """The optimizer's step in float32, rounded once."""
     w = w.to(tl.float32)
     if MODE == 2:
@@ -66,42 +66,42 @@ def _step(weight, momentum, row, w, m, grad, column, lr, eps, DIM: tl.constexpr,
 
 
 @triton.jit
-def _bounds(ends, segment, n_segments, LONG: tl.constexpr):
+def _short_bounds(ends, segment, n_segments, LONG_SEGMENT: tl.constexpr):
     """Where segments begin and end in `order`, and whether they are there and short; the others have no entries."""
     end = tl.load(ends + segment, mask=segment < n_segments, other=0)
     begin = tl.load(ends + segment - 1, mask=(segment > 0) & (segment < n_segments), other=0)
-    live = (segment < n_segments) & (end - begin <= LONG)
+    live = (segment < n_segments) & (end - begin <= LONG_SEGMENT)
     return begin, tl.where(live, (end - begin).to(tl.int32), 0), live
 
 
 @triton.jit
-def _rows_at(rows, segment, there, MODE: tl.constexpr):
+def _load_rows(rows, segment, there, MODE: tl.constexpr):
     return tl.load(rows + segment, mask=there, other=-1).to(tl.int32) if MODE != 0 else tl.zeros_like(segment)
 
 
 @triton.jit
-def _entries(order, begin, length, entry, UNROLL: tl.constexpr):
+def _load_entries(order, begin, length, entry, UNROLL: tl.constexpr):
     """The next entries of each segment, -1 where it has no more."""
-    at = ()
+    x_rows = ()
     for ahead in tl.static_range(UNROLL):
         here = tl.load(order + begin + (entry + ahead), mask=entry + ahead < length, other=-1)
-        at = at + (here.to(tl.int32),)  # type: ignore[assignment]
-    return at
+        x_rows = x_rows + (here.to(tl.int32),)  # type: ignore[assignment]
+    return x_rows
 
 
 @triton.jit
-def _add(total, x, at, column, DIM: tl.constexpr, UNROLL: tl.constexpr):
+def _add_rows(total, x, x_rows, column, DIM: tl.constexpr, UNROLL: tl.constexpr):
     for ahead in tl.static_range(UNROLL):
-        inside = (at[ahead] >= 0)[:, None] & (column < DIM)[None, :]
-        x_at = x + at[ahead][:, None].to(tl.int64) * DIM + column[None, :]
-        total += tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+        inside = (x_rows[ahead] >= 0)[:, None] & (column < DIM)[None, :]
+        pointers = x + x_rows[ahead][:, None].to(tl.int64) * DIM + column[None, :]
+        total += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit(do_not_specialize=["n_segments"])
 def _short_segments(
     x, order, ends, out, rows, weight, momentum, n_segments, lr, eps,
-    DIM: tl.constexpr, MODE: tl.constexpr, LONG: tl.constexpr, SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr,
+    DIM: tl.constexpr, MODE: tl.constexpr, LONG_SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr,
     UNROLL: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
@@ -109,32 +109,32 @@ def _short_segments(
     first = tl.program_id(0).to(INDEX) * SEGMENTS
     segment = first + tl.arange(0, SEGMENTS)
     # Bounds and rows are fetched two rounds ahead, indices and momenta one, so that a round waits for its rows alone.
-    begin, length, live = _bounds(ends, segment, n_segments, LONG)
-    begin1, length1, live1 = _bounds(ends, segment + stride, n_segments, LONG)
-    at = _entries(order, begin, length, 0, UNROLL)
-    row = _rows_at(rows, segment, live, MODE)
-    row1 = _rows_at(rows, segment + stride, live1, MODE)
-    m = _momenta(momentum, row, MODE)
+    begin, length, live = _short_bounds(ends, segment, n_segments, LONG_SEGMENT)
+    begin1, length1, live1 = _short_bounds(ends, segment + stride, n_segments, LONG_SEGMENT)
+    x_rows = _load_entries(order, begin, length, 0, UNROLL)
+    row = _load_rows(rows, segment, live, MODE)
+    row1 = _load_rows(rows, segment + stride, live1, MODE)
+    m = _load_momenta(momentum, row, MODE)
     for here in range(first, n_segments, stride):
         segment = here + tl.arange(0, SEGMENTS)
-        begin2, length2, live2 = _bounds(ends, segment + 2 * stride, n_segments, LONG)
-        at1 = _entries(order, begin1, length1, 0, UNROLL)
-        row2 = _rows_at(rows, segment + 2 * stride, segment + 2 * stride < n_segments, MODE)
-        m1 = _momenta(momentum, row1, MODE)
+        begin2, length2, live2 = _short_bounds(ends, segment + 2 * stride, n_segments, LONG_SEGMENT)
+        x_rows1 = _load_entries(order, begin1, length1, 0, UNROLL)
+        row2 = _load_rows(rows, segment + 2 * stride, segment + 2 * stride < n_segments, MODE)
+        m1 = _load_momenta(momentum, row1, MODE)
         if MODE != 0:
-            w = _weights(weight, row, column, DIM)
+            w = _load_weights(weight, row, column, DIM)
         # Not the `length` at hand: as the bound of an inner loop, Triton (3.6, 3.7) takes what a loop carries for what
         # it began with, when it changes layouts.
-        _, lengths, _ = _bounds(ends, segment, n_segments, LONG)
-        total = _add(tl.zeros((SEGMENTS, COLUMNS), tl.float32), x, at, column, DIM, UNROLL)
+        _, lengths, _ = _short_bounds(ends, segment, n_segments, LONG_SEGMENT)
+        total = _add_rows(tl.zeros((SEGMENTS, COLUMNS), tl.float32), x, x_rows, column, DIM, UNROLL)
         for entry in range(UNROLL, tl.max(lengths, 0), UNROLL):
-            total = _add(total, x, _entries(order, begin, length, entry, UNROLL), column, DIM, UNROLL)
+            total = _add_rows(total, x, _load_entries(order, begin, length, entry, UNROLL), column, DIM, UNROLL)
         if MODE == 0:
             to = out + segment[:, None].to(tl.int64) * DIM + column[None, :]
             tl.store(to, total.to(out.dtype.element_ty), mask=live[:, None] & (column < DIM)[None, :])
         else:
-            _step(weight, momentum, tl.where(live, row, -1), w, m, total, column, lr, eps, DIM, MODE)
-        begin, length, live, at, row, m = begin1, length1, live1, at1, row1, m1
+            _optimizer_step(weight, momentum, tl.where(live, row, -1), w, m, total, column, lr, eps, DIM, MODE)
+        begin, length, live, x_rows, row, m = begin1, length1, live1, x_rows1, row1, m1
         begin1, length1, live1, row1 = begin2, length2, live2, row2
 
 
@@ -142,10 +142,10 @@ def _short_segments(
 def _sum_between(x, order, entry, end, column, DIM: tl.constexpr, UNROLL: tl.constexpr):
     """The sum of entries of `order`, UNROLL at a time; the indices of the next ones travel with the rows of these."""
     total = tl.zeros((column.shape[0],), tl.float32)
-    at = ()
+    x_rows = ()
     for ahead in tl.static_range(UNROLL):
         here = tl.load(order + tl.minimum(entry + ahead, end - 1)).to(tl.int32)
-        at = at + (here,)  # type: ignore[assignment]
+        x_rows = x_rows + (here,)  # type: ignore[assignment]
     while entry < end:
         upcoming = ()
         for ahead in tl.static_range(UNROLL):
@@ -153,8 +153,8 @@ def _sum_between(x, order, entry, end, column, DIM: tl.constexpr, UNROLL: tl.con
             upcoming = upcoming + (here,)  # type: ignore[assignment]
         for ahead in tl.static_range(UNROLL):
             inside = (column < DIM) & (entry + ahead < end)
-            total += tl.load(x + at[ahead].to(tl.int64) * DIM + column, mask=inside, other=0.0).to(tl.float32)
-        at = upcoming
+            total += tl.load(x + x_rows[ahead].to(tl.int64) * DIM + column, mask=inside, other=0.0).to(tl.float32)
+        x_rows = upcoming
         entry += UNROLL
     return total
 
@@ -173,9 +173,9 @@ def _segment_at(ends, entry, low, high):
 @triton.jit(do_not_specialize=["n_segments", "n"])
 def _sum_runs(
     x, order, ends, sums, n_segments, n,
-    DIM: tl.constexpr, RUN: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
+    DIM: tl.constexpr, RUN_LENGTH: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the runs, of segments that have several, that begin in one window of RUN entries of `order`.
+    """Sums of the runs, of segments that have several, that begin in one window of RUN_LENGTH entries of `order`.
 
     Two can: one of the segment in which the window begins, and the first run of another, that in which it ends.
     """
@@ -183,22 +183,22 @@ def _sum_runs(
     column = tl.arange(0, COLUMNS)
     segment, high = window * 0, window * 0 + n_segments - 1
     for which in range(2):
-        entry = window * RUN if which == 0 else tl.minimum(window * RUN + RUN, n) - 1
+        entry = window * RUN_LENGTH if which == 0 else tl.minimum(window * RUN_LENGTH + RUN_LENGTH, n) - 1
         segment = _segment_at(ends, entry, segment, high)
         begin, end = tl.load(ends + segment - 1, mask=segment > 0, other=0), tl.load(ends + segment)
-        high = tl.minimum(segment + RUN, n_segments - 1)
-        begins_here = begin > window * RUN
-        run = begin if begins_here else begin + tl.cdiv(window * RUN - begin, RUN) * RUN
-        if (end - begin > RUN) & (run < end) & (begins_here == (which == 1)):
-            total = _sum_between(x, order, run, tl.minimum(run + RUN, end), column, DIM, UNROLL)
+        high = tl.minimum(segment + RUN_LENGTH, n_segments - 1)
+        begins_here = begin > window * RUN_LENGTH
+        run = begin if begins_here else begin + tl.cdiv(window * RUN_LENGTH - begin, RUN_LENGTH) * RUN_LENGTH
+        if (end - begin > RUN_LENGTH) & (run < end) & (begins_here == (which == 1)):
+            total = _sum_between(x, order, run, tl.minimum(run + RUN_LENGTH, end), column, DIM, UNROLL)
             tl.store(sums + (2 * window + which) * DIM + column, total, mask=column < DIM)
 
 
 @triton.jit
-def _join_runs(sums, begin, end, column, DIM: tl.constexpr, RUN: tl.constexpr, UNROLL: tl.constexpr):
+def _add_run_sums(sums, begin, end, column, DIM: tl.constexpr, RUN_LENGTH: tl.constexpr, UNROLL: tl.constexpr):
     """The sum of a segment's runs, from where _sum_runs has put them."""
-    window, runs = begin // RUN, tl.cdiv(end - begin, RUN)
-    first = 2 * window + (begin % RUN != 0).to(tl.int64)
+    window, runs = begin // RUN_LENGTH, tl.cdiv(end - begin, RUN_LENGTH)
+    first = 2 * window + (begin % RUN_LENGTH != 0).to(tl.int64)
     total = tl.load(sums + first * DIM + column, mask=column < DIM, other=0.0)
     for run in range(1, runs, UNROLL):
         for ahead in tl.static_range(UNROLL):
@@ -210,7 +210,7 @@ def _join_runs(sums, begin, end, column, DIM: tl.constexpr, RUN: tl.constexpr, U
 @triton.jit(do_not_specialize=["n_segments"])
 def _long_segments(
     x, order, ends, out, rows, weight, momentum, n_segments, lr, eps, sums,
-    DIM: tl.constexpr, MODE: tl.constexpr, LONG: tl.constexpr, RUN: tl.constexpr, SCAN: tl.constexpr,
+    DIM: tl.constexpr, MODE: tl.constexpr, LONG_SEGMENT: tl.constexpr, RUN_LENGTH: tl.constexpr, SCAN: tl.constexpr,
     COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     programs = tl.num_programs(0).to(tl.int64)
@@ -219,24 +219,24 @@ def _long_segments(
         segment = first + tl.arange(0, SCAN) * programs  # neighbours are often long together: not all for one program
         end = tl.load(ends + segment, mask=segment < n_segments, other=0)
         begin = tl.load(ends + segment - 1, mask=(segment > 0) & (segment < n_segments), other=0)
-        long = end - begin > LONG
+        long = end - begin > LONG_SEGMENT
         one = first - 1
         for _ in range(tl.sum(long.to(tl.int32), 0)):
             one = tl.min(tl.where(long & (segment > one), segment, n_segments), 0)
             if MODE != 0:
                 row = tl.load(rows + one + tl.zeros((1,), tl.int32)).to(tl.int32)
-                w, m = _weights(weight, row, column, DIM), _momenta(momentum, row, MODE)
+                w, m = _load_weights(weight, row, column, DIM), _load_momenta(momentum, row, MODE)
             from_entry, to_entry = tl.load(ends + one - 1, mask=one > 0, other=0), tl.load(ends + one)
             if sums is None:
                 total = _sum_between(x, order, from_entry, to_entry, column, DIM, UNROLL)
-            elif to_entry - from_entry > RUN:
-                total = _join_runs(sums, from_entry, to_entry, column, DIM, RUN, UNROLL)
+            elif to_entry - from_entry > RUN_LENGTH:
+                total = _add_run_sums(sums, from_entry, to_entry, column, DIM, RUN_LENGTH, UNROLL)
             else:
                 total = _sum_between(x, order, from_entry, to_entry, column, DIM, UNROLL)
             if MODE == 0:
                 tl.store(out + one * DIM + column, total.to(out.dtype.element_ty), mask=column < DIM)
             else:
-                _step(weight, momentum, row, w, m, total[None, :], column, lr, eps, DIM, MODE)
+                _optimizer_step(weight, momentum, row, w, m, total[None, :], column, lr, eps, DIM, MODE)
 
 
 def gather(source: torch.Tensor, index: torch.Tensor, tile: int = 4096, warps: int = 4) -> torch.Tensor:
@@ -283,18 +283,20 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
     index = tl.int32 if n + 3 * grid[0] * segments < 2**31 else tl.int64
     # A product and a sum must not become one instruction that rounds once: the reference rounds twice.
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    _short_segments[grid](*args, dim, mode, LONG, segments, columns, unroll, index, **options)
+    _short_segments[grid](*args, dim, mode, LONG_SEGMENT, segments, columns, unroll, index, **options)
     entries = order.shape[0]
     most = entries if longest is None else min(longest, entries)
-    if most <= LONG:
+    if most <= LONG_SEGMENT:
         return
     options["num_warps"] = min(16, max(1, columns // 32))
     sums = None
-    if most > RUN:
-        windows = triton.cdiv(entries, RUN)
+    if most > RUN_LENGTH:
+        windows = triton.cdiv(entries, RUN_LENGTH)
         sums = x.new_empty((2 * windows, dim), dtype=torch.float32)
-        _sum_runs[(windows,)](x, order, ends, sums, n, entries, dim, RUN, columns, DEEP, **options)
-    _long_segments[(min(SCANNERS, n),)](*args, sums, dim, mode, LONG, RUN, 256, columns, DEEP, **options)
+        _sum_runs[(windows,)](x, order, ends, sums, n, entries, dim, RUN_LENGTH, columns, LONG_UNROLL, **options)
+    _long_segments[(min(SCAN_PROGRAMS, n),)](
+        *args, sums, dim, mode, LONG_SEGMENT, RUN_LENGTH, 256, columns, LONG_UNROLL, **options
+    )
 
 
 @functools.lru_cache

@@ -1,0 +1,67 @@
+"""A thread that looks at a transport's messages in flight a few times a second.
+
+If a peer is gone, or a message is older than the time-out, the transport fails: it keeps the error first and then
+releases the streams that wait, so that nothing hangs. The thread holds no reference to the transport between two
+looks, so one that nobody uses any more is collected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from freescale.kernels.transports.base import CopyTransport
+
+_INTERVAL = 0.05  # seconds
+
+
+def start_watching(transport: CopyTransport, stop: threading.Event) -> None:
+    arguments = (weakref.ref(transport), stop)
+    threading.Thread(target=_watch, args=arguments, name=f"freescale-{transport.name}", daemon=True).start()
+
+
+def look_for_failure(transport: CopyTransport) -> None:
+    """One look of the watching thread."""
+    oldest = transport.in_flight.oldest()
+    if oldest is None:
+        return
+    if transport.error is not None:
+        transport.release_waits()
+        return
+    lost = transport.liveness.lost_peers() if transport.liveness is not None else {}
+    age = time.monotonic() - oldest.launched_at
+    if not lost and age < transport.timeout:
+        return
+    missing = transport.missing_peers()  # empty where the message waits for this rank's own computation
+    what = f"rank {transport.global_rank} cannot finish message {oldest.number} of priority {oldest.priority}"
+    if gone := {lost[p] for p in missing if p in lost}:
+        transport.fail(f"{what}: {transport.describe_peers(gone)} gone", gone)
+    elif missing and age >= transport.timeout:
+        # a peer that has launched the message may itself wait for one that has not
+        behind = transport.liveness.peers_behind(oldest.number + 1) if transport.liveness is not None else set()
+        silent = behind & missing or missing
+        transport.fail(f"{what}: {transport.describe_peers(silent)} silent for {age:.1f} s", silent)
+
+
+def _watch(transport_ref: weakref.ref[CopyTransport], stop: threading.Event) -> None:
+    bound = False
+    while not stop.wait(_INTERVAL):
+        transport = transport_ref()
+        if transport is None:
+            return
+        try:
+            if not bound:
+                transport.driver.bind_thread()
+                bound = True
+            look_for_failure(transport)
+        except Exception as error:  # noqa: BLE001  (without this thread, what waits would wait for ever)
+            with contextlib.suppress(Exception):  # the error is kept before anything else
+                transport.fail(
+                    f"rank {transport.global_rank} cannot watch its messages: {type(error).__name__}: {error}",
+                    {transport.rank},
+                )
+        del transport
