@@ -79,15 +79,21 @@ def update_rows_reference(
     weight: torch.Tensor, momentum: torch.Tensor | None, grad: torch.Tensor, rows: torch.Tensor,
     order: torch.Tensor, ends: torch.Tensor, lr: float, eps: float,
 ) -> None:  # fmt: skip
-    """What update_rows computes: in float32 and float64 the steps of ShardedEmbedding.apply_update."""
+    """What update_rows computes."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    total = reference.sum_wide(grad.to(wide), order, ends)
-    step = torch.full((rows.shape[0],), lr, dtype=wide, device=weight.device)
+    step_rows(weight, momentum, rows, reference.sum_wide(grad.to(wide), order, ends), lr, eps)
+
+
+def step_rows(
+    weight: torch.Tensor, momentum: torch.Tensor | None, rows: torch.Tensor, grads: torch.Tensor, lr: float, eps: float
+) -> None:
+    """One step of SGD, or with a momentum of row-wise Adagrad, with one gradient per row, in the gradients' type."""
+    step = torch.full((rows.shape[0],), lr, dtype=grads.dtype, device=weight.device)
     if momentum is not None:
-        now = momentum.index_select(0, rows).to(wide) + total.square().sum(1) / weight.shape[1]
+        now = momentum.index_select(0, rows).to(grads.dtype) + grads.square().sum(1) / weight.shape[1]
         momentum.index_copy_(0, rows, now.to(momentum.dtype))
         step = lr / (now.sqrt() + eps)
-    stepped = weight.index_select(0, rows).to(wide) - step[:, None] * total
+    stepped = weight.index_select(0, rows).to(grads.dtype) - step[:, None] * grads
     weight.index_copy_(0, rows, stepped.to(weight.dtype))
 
 

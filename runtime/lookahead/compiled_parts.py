@@ -14,7 +14,7 @@ import torch
 
 from freescale.compat import compiled_modules
 from freescale.runtime.lookahead import rank_meetings
-from freescale.runtime.tables import torchrec_collection
+from freescale.runtime.tables import torchrec_support
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def _outermost(module: torch.nn.Module, met: set[torch.nn.Module]) -> Iterator[t
 
 
 def _why(model: torch.nn.Module) -> str:
-    found = [(m, torchrec_collection.why_not(m)) for m in model.modules() if rank_meetings.is_collection(m)]
+    found = [(m, torchrec_support.unsupported_reason(m)) for m in model.modules() if rank_meetings.is_collection(m)]
     reasons = [f"{m._module_fqn or 'a collection'}: {reason}" for m, reason in found if reason is not None]
     if not reasons:
         return ""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from freescale.compat import compiled_modules, distributed
 from freescale.kernels.transports import choose, launch_record, link_speed
 from freescale.runtime.lookahead.loop_state import UNKNOWN, Run
-from freescale.runtime.tables import torchrec_collection
+from freescale.runtime.tables import torchrec_collection, torchrec_patch, torchrec_support
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 from freescale.runtime.tables.table_exchange import Exchange
 
@@ -238,7 +238,7 @@ class Tables:
         for module in found:
             handles.append(module.register_forward_pre_hook(self._before_lookup))
             handles.append(module.register_load_state_dict_pre_hook(self._before_load))
-        handles.append(torchrec_collection.watch_optimizers(found, self._before_state_dict, self._before_load))
+        handles.append(torchrec_patch.watch_optimizers(found, self._before_state_dict, self._before_load))
         return handles
 
     def _unhook(self) -> None:
@@ -381,8 +381,8 @@ def exchanges_of(model: torch.nn.Module) -> list[Exchange]:
 def _exchanges(module: torch.nn.Module) -> list[Exchange]:
     if isinstance(module, ShardedEmbedding):
         return [module._exchange]
-    if is_collection(module) and torchrec_collection.why_not(module) is None:
-        return torchrec_collection.collection_of(module).exchanges
+    if is_collection(module) and torchrec_support.unsupported_reason(module) is None:
+        return torchrec_collection.tables_of(module).exchanges
     return []
 
 

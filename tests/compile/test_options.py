@@ -56,14 +56,14 @@ def test_a_wrong_option_is_an_error_on_every_rank():
 
 
 def _one_is_strict() -> tuple[str, str]:
-    from freescale.runtime.tables import torchrec_collection
+    from freescale.runtime.tables import torchrec_support
 
     lax = trec.build("column_wise", "sgd")
     trec.train(lax, _compiled(lax), 1, none=False)
     served = trec.build("row_wise", "sgd")
     trec.train(served, _compiled(served, strict=True), 1, none=False)  # what the other was refused is not its business
     module = next(m for m in lax.modules() if type(m).__name__ == "ShardedEmbeddingCollection")
-    torchrec_collection._refuse(module, "outside of any compilation")
+    torchrec_support.report_unsupported(module, "outside of any compilation")
     strict = trec.build("column_wise", "sgd")
     try:
         trec.train(strict, _compiled(strict, strict=True), 1, none=False)
