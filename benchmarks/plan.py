@@ -111,12 +111,12 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.S
             clock.append(rank.clock())
             if before is None:
                 everything = [torch.ones_like(t, dtype=torch.bool) for t in (asked.mine.values, asked.rows)]
-                after = step_plan.make(number, values, asked, exchange_plan.split(asked, *everything), like)
+                after = step_plan.plan_rows(number, values, asked, exchange_plan.split(asked, *everything), like)
             else:
                 gradients, rows = row_requests.answer(asked_before, asked, None)
                 clock.append(rank.clock())
-                after = step_plan.make(number, values, asked, rows, like)
-                step_plan.finish(before, asked_before, gradients)
+                after = step_plan.plan_rows(number, values, asked, rows, like)
+                step_plan.plan_gradients(before, asked_before, gradients)
                 clock.append(rank.clock())
                 times.append((np.diff(clock) * 1e9 / rank.ids.per_rank).tolist())
                 finished = before

@@ -79,7 +79,7 @@ class ShardedEmbedding(nn.Module):
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> ShardedEmbedding:
         """`double()`, `to(device)` and the like."""
         super()._apply(fn, recurse)
-        self._exchange.follow_table()
+        self._exchange.update_anchor()
         return self
 
     def settings(self) -> tuple[float, float]:

@@ -32,7 +32,7 @@ def _one_model_after_the_other():
                 model(batch).backward()
         timeouts = [call.args[1] for call in agree.call_args_list]
         assert len(timeouts) == 3  # settings, what the forward graph launches, what the backward graph launches
-        found.append((loader.strict, link_speed.of(loader.exchanges[0].background) * 8 / 1e9, set(timeouts)))
+        found.append((loader.strict, link_speed.of(loader.exchanges[0].background_group_name) * 8 / 1e9, set(timeouts)))
     return found
 
 
