@@ -116,7 +116,7 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.S
                 gradients, rows = row_requests.answer(asked_before, asked, None)
                 clock.append(rank.clock())
                 after = step_plan.plan_rows(number, values, asked, rows, like)
-                step_plan.plan_gradients(before, asked_before, gradients)
+                step_plan.plan_gradients(before, gradients)
                 clock.append(rank.clock())
                 times.append((np.diff(clock) * 1e9 / rank.ids.per_rank).tolist())
                 finished = before

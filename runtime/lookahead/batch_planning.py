@@ -90,7 +90,7 @@ class BatchPlanning:
         if self._previous is None:
             return None
         for plan, requests in zip(self._previous.plans, self._previous_requests, strict=True):
-            step_plan.plan_gradients(plan, requests, _all_chosen(requests))
+            step_plan.plan_gradients(plan, _all_chosen(requests))
             plan.next, plan.last = step_plan.plan_without_rows(plan), True
         return self._previous
 
@@ -155,7 +155,7 @@ class BatchPlanning:
                 gradients, rows = row_requests.answer(self._previous_requests[i], requests[i], self.group)
             plans.append(step_plan.plan_rows(self.number, ids, requests[i], rows, x.anchor.detach()))
             if self._previous is not None:
-                step_plan.plan_gradients(self._previous.plans[i], self._previous_requests[i], gradients)
+                step_plan.plan_gradients(self._previous.plans[i], gradients)
                 self._previous.plans[i].next = plans[i]
         return PlannedBatch(self.number, loaded.batch, plans, loaded.loader_state)
 
@@ -197,11 +197,11 @@ class BatchPlanning:
     # -- this rank's batch ---------------------------------------------------------------------------------------
 
     def _ids_of(self, batch: Any) -> list[list[torch.Tensor]]:
-        by_feature = batch_structure.features(batch, [f for x in self.exchanges for f in x.features])
+        by_feature = batch_structure.feature_ids(batch, [f for x in self.exchanges for f in x.features])
         return [[by_feature[f] for f in x.features] for x in self.exchanges]
 
     def _require_same_structure(self, batch: Any) -> None:
-        structure = batch_structure.structure(batch)
+        structure = batch_structure.describe_structure(batch)
         if self._structure is not None and structure != self._structure:
             raise ValueError(
                 f"freescale: batch {self.number} is {structure}; the batches before it were {self._structure}"
@@ -211,7 +211,7 @@ class BatchPlanning:
     def _require_plannable(self, batch: Any) -> None:
         """Raise for a batch that the compiled model leaves to TorchRec's own code, whose lookups are not planned."""
         in_torchrec = {f: isinstance(x.table, FbgemmTable) for x in self.exchanges for f in x.features}
-        for kjt in filter(batch_structure.is_kjt, batch_structure.holders(batch, list(in_torchrec))):
+        for kjt in filter(batch_structure.is_kjt, batch_structure.id_holders(batch, list(in_torchrec))):
             if kjt.variable_stride_per_key():
                 problem = _describe_strides(dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True)))
             elif kjt.weights_or_none() is not None and any(in_torchrec.get(key) for key in kjt.keys()):

@@ -205,7 +205,7 @@ class LookaheadLoader:
         return Balancer(self._balance, self.cost, features, group, self._balance_stats)
 
     def _hand_out(self, loop: LoopState, planned: PlannedBatch, balancer: Balancer | None) -> Any:
-        batch = batch_structure.move(planned.batch, self.exchanges[0].anchor.device)
+        batch = batch_structure.to_device(planned.batch, self.exchanges[0].anchor.device)
         trained = loop.current is not None and loop.current.used
         loop.hand_out(planned, batch)
         self._loader_state = planned.loader_state

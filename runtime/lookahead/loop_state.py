@@ -80,7 +80,7 @@ class LoopState:
         """`batch`, on the device, goes to the user."""
         self.current = planned
         features = [f for x in self.exchanges for f in x.features]
-        holders = batch_structure.holders(batch, features)
+        holders = batch_structure.id_holders(batch, features)
         self._handed_out.appendleft((planned.number, [weakref.ref(t) for t in holders]))
         for plan in planned.plans:
             step_plan.rows_to_device(plan)
@@ -98,7 +98,7 @@ class LoopState:
             return FOREIGN_BATCH
         for x, plan in zip(self.exchanges, self.current.plans, strict=True):
             try:
-                by_feature = batch_structure.features(inputs, x.features)
+                by_feature = batch_structure.feature_ids(inputs, x.features)
             except ValueError:
                 return UNKNOWN_BATCH
             if plan.ids.device.type != "cpu":

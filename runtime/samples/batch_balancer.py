@@ -101,14 +101,14 @@ class Balancer:
         self.options, self.cost, self.features, self.group, self.stats = options, cost, features, group, stats
         self._share: _Share | None = None
         # by the number of the batch, until it is handed out
-        self._moved: dict[int, tuple[Moved, batch_structure.Ready]] = {}
-        self._ended: dict[int, meter.Ended | None] = {}  # steps of this rank that nobody has heard of
+        self._moved: dict[int, tuple[Moved, batch_structure.BatchEvent]] = {}
+        self._ended: dict[int, meter.FinishedStep | None] = {}  # steps of this rank that nobody has heard of
         self._open: dict[int, tuple[dict[str, Any], np.ndarray]] = {}  # steps whose times are not known
         self._told = False
 
     # -- the user's thread ---------------------------------------------------------------------------------------
 
-    def take(self, number: int, ended: meter.Ended | None) -> Moved:
+    def take(self, number: int, ended: meter.FinishedStep | None) -> Moved:
         """Batch `number` goes to the user, whose streams wait for it; the step before it, if it trained, took as long
         as `ended` says."""
         self._ended[number - 1] = ended
@@ -152,7 +152,7 @@ class Balancer:
             batch = share.cut.build(
                 sample_columns.exchange(share.cut.columns, found.rank[home == me], arriving, self.group)
             )
-        self._moved[share.number] = Moved(torch.from_numpy(origin), weights), batch_structure.Ready(batch)
+        self._moved[share.number] = Moved(torch.from_numpy(origin), weights), batch_structure.BatchEvent(batch)
         self._note(share.number, found, home, numbers[2], began)
         return batch
 
@@ -165,7 +165,7 @@ class Balancer:
             if missing := [f for f in self.features if f not in fields]:
                 raise BalanceError(
                     f"freescale: the batch has no feature {', '.join(map(repr, missing))}, which the model looks up; "
-                    f"found {batch_structure.structure(batch)}"
+                    f"found {batch_structure.describe_structure(batch)}"
                 )
         for name, values in fields.items():
             if len(values) != cut.samples:

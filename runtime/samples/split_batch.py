@@ -50,7 +50,7 @@ def cut(batch: Any) -> Cut:
     if not reading.columns:
         raise BalanceError(
             "freescale: the batch holds nothing that could be cut into samples; found "
-            f"{batch_structure.structure(batch)}"
+            f"{batch_structure.describe_structure(batch)}"
         )
     return Cut(reading.samples(), reading.columns, build)
 
@@ -198,7 +198,7 @@ class _Reading:
 
         def build(columns: Sequence[Column]) -> Any:
             made = iter([builds[part](columns) for part, _ in parts])
-            return batch_structure.rebuild(x, lambda child: next(made))
+            return batch_structure.map_children(x, lambda child: next(made))
 
         return build
 
@@ -234,7 +234,7 @@ def _lengths_like(t: torch.Tensor, at: int, offsets: bool) -> Build:
 
 def _like(t: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
     """Whole numbers, of the type and on the device of t."""
-    return batch_structure.move(torch.from_numpy(numbers.copy()).to(t.dtype), t.device)
+    return batch_structure.to_device(torch.from_numpy(numbers.copy()).to(t.dtype), t.device)
 
 
 def _lengths_on_host(batch: Any) -> _OnHost:

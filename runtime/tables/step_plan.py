@@ -102,7 +102,7 @@ def plan_rows(
     )
 
 
-def plan_gradients(p: StepPlan, requests: exchange_plan.Requests, gradients: exchange_plan.Split) -> None:
+def plan_gradients(p: StepPlan, gradients: exchange_plan.Split) -> None:
     """The backward half: `gradients.chosen` are those that the next batch needs (urgent)."""
     back, late = gradients
     p.back = (back.index, *exchange_plan.group(back.rows), back.recv_counts, back.send_counts)

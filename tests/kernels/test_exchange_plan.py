@@ -147,7 +147,7 @@ def plan_all(case: Case, threads: Threads, rank: int) -> list[Planned]:
         planned.append(Planned(asked, rows, None, step))
     planned[-1].gradients = everything(planned[-1].asked)
     for p in planned:
-        step_plan.plan_gradients(p.step, p.asked, p.gradients)
+        step_plan.plan_gradients(p.step, p.gradients)
     return planned
 
 

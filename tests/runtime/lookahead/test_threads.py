@@ -69,7 +69,7 @@ def test_a_plan_is_on_the_device_whenever_the_batch_before_it_is_handed_out(monk
     for line in range(1, 100):
         run, handed = LoopState([], 1), []
         (before, *asked_before), (item, *asked) = _planned(0, "meta"), _planned(1, "meta")
-        step_plan.plan_gradients(before.plans[0], *asked_before)
+        step_plan.plan_gradients(before.plans[0], asked_before[-1])
         before.plans[0].next = item.plans[0]
 
         def hand_out(run=run, handed=handed, before=before) -> None:
@@ -78,7 +78,7 @@ def test_a_plan_is_on_the_device_whenever_the_batch_before_it_is_handed_out(monk
 
         sys.settrace(_before_line(step_plan.plan_gradients, line, hand_out))
         try:
-            step_plan.plan_gradients(item.plans[0], *asked)
+            step_plan.plan_gradients(item.plans[0], asked[-1])
         finally:
             sys.settrace(None)
         if not handed:

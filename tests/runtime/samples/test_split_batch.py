@@ -359,7 +359,7 @@ def _waits() -> list[int]:
         cut = counted(lambda: split_batch.cut(batch))
         came = counted(lambda c=cut: sample_columns.exchange(c.columns, to, np.bincount(to)[[rank] * world], dist.group.WORLD))
         new = counted(lambda c=cut, x=came: c.build(x))
-        counted(lambda b=new: structures.features(b, ["x11.0", "x11.2", "x12.1", "label"]))
+        counted(lambda b=new: structures.feature_ids(b, ["x11.0", "x11.2", "x12.1", "label"]))
     return found
 
 
