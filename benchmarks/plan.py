@@ -111,12 +111,13 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.S
             clock.append(rank.clock())
             if before is None:
                 everything = [torch.ones_like(t, dtype=torch.bool) for t in (asked.needed.values, asked.rows)]
-                after = step_plan.make(number, values, asked, exchange_plan.split_requests(asked, *everything), like)
+                rows = exchange_plan.split_requests(asked, *everything)
+                after = step_plan.plan_rows(number, values, asked, rows, like)
             else:
                 gradients, rows = row_requests.split_colliding(asked_before, asked, None)
                 clock.append(rank.clock())
-                after = step_plan.make(number, values, asked, rows, like)
-                step_plan.finish(before, asked_before, gradients)
+                after = step_plan.plan_rows(number, values, asked, rows, like)
+                step_plan.plan_gradients(before, gradients)
                 clock.append(rank.clock())
                 times.append((np.diff(clock) * 1e9 / rank.ids.per_rank).tolist())
                 finished = before

@@ -1,6 +1,6 @@
 """The entry point behind `torch.compile(model, backend="freescale")`.
 
-Importing this module, which torch does when the backend's name is first used, prepares Dynamo and teaches
+Importing this module, which torch does when the backend's name is first used, prepares Dynamo and gives
 TorchRec's sharded collections a forward that can be traced. Nothing else is needed from the user.
 """
 
@@ -19,7 +19,7 @@ from freescale.compat import backports, compiled_modules, dynamo, dynamo_setting
 from freescale.driver import Driver
 from freescale.kernels.transports import open_transports
 from freescale.runtime import agreement
-from freescale.runtime.tables import torchrec_collection
+from freescale.runtime.tables import torchrec_patch, torchrec_support
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def freescale(
         if cfg.dynamic != _process.dynamic:
             raise config.ConfigError("dynamic holds for the whole process: set FREESCALE_DYNAMIC, not an option")
         open_transports.options["staged"]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
-        torchrec_collection.raise_if_refused(cfg)
+        torchrec_support.raise_if_unsupported(cfg)
         frame = dynamo.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1
         compiled = _compile(gm, inputs, Driver(cfg))
@@ -110,7 +110,7 @@ def _prepare() -> config.Config:
     backports.backport_empty_grids()
     backports.backport_fake_of_fake()
     compiled_modules.load_eager_checkpoints(freescale)
-    torchrec_collection.teach()
+    torchrec_patch.patch_torchrec()
     return cfg
 
 

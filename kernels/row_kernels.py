@@ -78,15 +78,21 @@ def update_rows_reference(
     weight: torch.Tensor, momentum: torch.Tensor | None, grad: torch.Tensor, rows: torch.Tensor,
     order: torch.Tensor, ends: torch.Tensor, lr: float, eps: float,
 ) -> None:  # fmt: skip
-    """What update_rows computes: in float32 and float64 the steps of ShardedEmbedding.apply_update."""
+    """What update_rows computes."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    total = reference.sum_wide(grad.to(wide), order, ends)
-    step_size = torch.full((rows.shape[0],), lr, dtype=wide, device=weight.device)
+    step_rows(weight, momentum, rows, reference.sum_wide(grad.to(wide), order, ends), lr, eps)
+
+
+def step_rows(
+    weight: torch.Tensor, momentum: torch.Tensor | None, rows: torch.Tensor, grads: torch.Tensor, lr: float, eps: float
+) -> None:
+    """One step of SGD, or with a momentum of row-wise Adagrad, with one gradient per row, in the gradients' type."""
+    step_size = torch.full((rows.shape[0],), lr, dtype=grads.dtype, device=weight.device)
     if momentum is not None:
-        new_momentum = momentum.index_select(0, rows).to(wide) + total.square().sum(1) / weight.shape[1]
+        new_momentum = momentum.index_select(0, rows).to(grads.dtype) + grads.square().sum(1) / weight.shape[1]
         momentum.index_copy_(0, rows, new_momentum.to(momentum.dtype))
         step_size = lr / (new_momentum.sqrt() + eps)
-    new_weight = weight.index_select(0, rows).to(wide) - step_size[:, None] * total
+    new_weight = weight.index_select(0, rows).to(grads.dtype) - step_size[:, None] * grads
     weight.index_copy_(0, rows, new_weight.to(weight.dtype))
 
 

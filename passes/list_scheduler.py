@@ -134,7 +134,7 @@ class ListScheduler:
         same_size = [x]
         if x in self.late and len(self.late) == len(self.early):
             same_size.append(self.early[self.late.index(x)])
-        bytes_per_second = self.bytes_per_second or link_speed.of(argument(x.launch, "group_name"))
+        bytes_per_second = self.bytes_per_second or link_speed.estimate(argument(x.launch, "group_name"))
         return max(node_cost.wire_seconds(y.bytes, bytes_per_second) for y in same_size)
 
     def _urgent_in_flight(self) -> bool:

@@ -30,8 +30,8 @@ def _key(group: str, rank: int) -> str:
     return f"{_KEY}/{group}/{_generations[group]}/{rank}"
 
 
-def _post(said: dict[str, object], group: str = _EVERYONE) -> None:
-    distributed.default_store().set(_key(group, dist.get_rank()), json.dumps(said))
+def _post(message: dict[str, object], group: str = _EVERYONE) -> None:
+    distributed.default_store().set(_key(group, dist.get_rank()), json.dumps(message))
 
 
 def post_failure(error: BaseException) -> None:
@@ -49,56 +49,56 @@ def agree(settings: dict[str, object], timeout: float, group_name: str | None = 
         return
     ranks, group = list(range(dist.get_world_size())), _EVERYONE
     if group_name is not None:
-        some = dist.get_process_group_ranks(distributed.group_by_name(group_name))
-        if len(some) < len(ranks):
-            ranks, group = some, group_name
+        group_ranks = dist.get_process_group_ranks(distributed.group_by_name(group_name))
+        if len(group_ranks) < len(ranks):
+            ranks, group = group_ranks, group_name
     _post({"settings": settings}, group)
-    said = _read_all(timeout, ranks, group)
+    messages = _read_all(timeout, ranks, group)
     _generations[group] += 1
-    errors = {rank: s["error"] for rank, s in said.items() if "error" in s}
+    errors = {rank: m["error"] for rank, m in messages.items() if "error" in m}
     if errors:
         rank, error = min(errors.items())
         raise Disagreement(f"freescale: rank {rank} failed before the first step: {error}")
-    _compare({rank: s["settings"] for rank, s in said.items()})  # type: ignore[misc]
+    _compare({rank: m["settings"] for rank, m in messages.items()})  # type: ignore[misc]
 
 
-_same_launches: set[str] = set()
+_agreed_launches: set[str] = set()
 
 
-def _agree(first: torch.Tensor, launches: str, group_name: str, timeout: float) -> torch.Tensor:
+def _agree_on_launches(first: torch.Tensor, launches: str, group_name: str, timeout: float) -> torch.Tensor:
     """In a graph, before its first launch. The text is part of the compiled code, so it also comes out of a cache."""
-    if launches not in _same_launches:
-        way, *names = launches.split("; ")
-        agree({f"what the {way} graph launches": names}, timeout, group_name)
-        _same_launches.add(launches)
+    if launches not in _agreed_launches:
+        direction, *names = launches.split("; ")
+        agree({f"what the {direction} graph launches": names}, timeout, group_name)
+        _agreed_launches.add(launches)
     return first.new_empty(0)
 
 
-lib.impl("agree", torch.compiler.disable(_agree), "CompositeExplicitAutograd")
+lib.impl("agree", torch.compiler.disable(_agree_on_launches), "CompositeExplicitAutograd")
 
 
 def _read_all(timeout: float, ranks: list[int], group: str) -> dict[int, dict[str, object]]:
-    """What each rank said; as soon as one says that it failed, that alone is enough."""
-    store, said = distributed.default_store(), {}
+    """What each rank posted; as soon as one says that it failed, that alone is enough."""
+    store, messages = distributed.default_store(), {}
     missing = list(ranks)
-    end = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     while missing:
         for rank in list(missing):
             key = _key(group, rank)
             if store.check([key]):
-                said[rank] = json.loads(store.get(key))
+                messages[rank] = json.loads(store.get(key))
                 missing.remove(rank)
-                if "error" in said[rank]:
-                    return said
+                if "error" in messages[rank]:
+                    return messages
         if not missing:
             break
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise Disagreement(
                 f"freescale: rank {', '.join(map(str, missing[:8]))} did not reach the first compiled step "
                 f"within {timedelta(seconds=timeout)}; the others have (FREESCALE_TIMEOUT sets the limit)"
             )
         time.sleep(0.01)
-    return said
+    return messages
 
 
 def _compare(settings: dict[int, dict[str, object]]) -> None:
@@ -106,9 +106,9 @@ def _compare(settings: dict[int, dict[str, object]]) -> None:
     reference = settings[first]
     for rank in sorted(settings):
         for name in sorted(reference.keys() | settings[rank].keys()):
-            ours, theirs = reference.get(name), settings[rank].get(name)
-            if ours != theirs:
+            expected, actual = reference.get(name), settings[rank].get(name)
+            if expected != actual:
                 raise Disagreement(
-                    f"freescale: ranks disagree: {name} is {ours!r} on rank {first} and {theirs!r} on rank {rank}; "
+                    f"freescale: ranks disagree: {name} is {expected!r} on rank {first} and {actual!r} on rank {rank}; "
                     "set the same flags and options everywhere"
                 )

@@ -32,7 +32,7 @@ def children(x: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(i), v) for i, v in enumerate(x))
 
 
-def _named(name: str, x: Any, wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _find_features(name: str, x: Any, wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """(feature, tensor or KeyedJaggedTensor that holds its ids) for each place in the batch where a wanted one is."""
     if is_kjt(x):
         yield from ((key, x) for key in x.keys() if key in wanted)
@@ -41,12 +41,12 @@ def _named(name: str, x: Any, wanted: Sequence[str]) -> Iterator[tuple[str, Any]
             yield name, x
     else:
         for child_name, child in children(x):
-            yield from _named(child_name, child, wanted)
+            yield from _find_features(child_name, child, wanted)
 
 
-def holders(batch: Any, wanted: Sequence[str]) -> list[Any]:
+def id_holders(batch: Any, wanted: Sequence[str]) -> list[Any]:
     """The tensors and KeyedJaggedTensors of the batch that hold ids of the wanted features."""
-    return list({id(x): x for _, x in _named("", batch, wanted)}.values())
+    return list({id(x): x for _, x in _find_features("", batch, wanted)}.values())
 
 
 def leaves(x: Any) -> Iterator[Any]:
@@ -58,30 +58,30 @@ def leaves(x: Any) -> Iterator[Any]:
             yield from leaves(child)
 
 
-def features(batch: Any, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
+def feature_ids(batch: Any, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
     """The ids of each wanted feature, on the CPU. An error names the feature that is missing or there twice."""
     wanted = list(dict.fromkeys(wanted))
-    found: dict[str, torch.Tensor] = {}
-    places = list(_named("", batch, wanted))
+    ids: dict[str, torch.Tensor] = {}
+    places = list(_find_features("", batch, wanted))
     host = _ids_on_host([x for _, x in places])
     splits: dict[int, dict[str, torch.Tensor]] = {}
     for name, x in places:
-        if name in found:
+        if name in ids:
             raise ValueError(f"freescale: feature {name!r} is in the batch twice; which one to plan cannot be told")
         if is_kjt(x):
             splits[id(x)] = splits.get(id(x)) or _split(x.keys(), *host[id(x)])
-            found[name] = splits[id(x)][name]
+            ids[name] = splits[id(x)][name]
         elif x.dim() != 1:
             raise ValueError(f"freescale: feature {name!r} must be a tensor of 1 dimension, found {x.dim()}")
         else:
-            (found[name],) = host[id(x)]
-    missing = [w for w in wanted if w not in found]
+            (ids[name],) = host[id(x)]
+    missing = [w for w in wanted if w not in ids]
     if missing:
         raise ValueError(
             f"freescale: the batch has no feature {', '.join(map(repr, missing))}, which the model looks up; "
-            f"found {structure(batch)}"
+            f"found {describe_structure(batch)}"
         )
-    return found
+    return ids
 
 
 def _ids_on_host(holders: Sequence[Any]) -> dict[int, list[torch.Tensor]]:
@@ -97,7 +97,7 @@ def _split(keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor) -> 
     return dict(zip(keys, torch.split(values, counts), strict=True))
 
 
-def structure(x: Any) -> str:
+def describe_structure(x: Any) -> str:
     """What a batch is made of, in words; equal for batches of the same structure."""
     if is_kjt(x):
         return f"KeyedJaggedTensor({', '.join(x.keys())})"
@@ -106,20 +106,20 @@ def structure(x: Any) -> str:
     parts = list(children(x))
     if isinstance(x, (list, tuple)) and not any(True for _ in leaves(x)):
         parts = []  # of words or numbers: may have any length
-    inside = ", ".join(f"{name}: {structure(child)}" for name, child in parts)
+    inside = ", ".join(f"{name}: {describe_structure(child)}" for name, child in parts)
     return f"{type(x).__name__}({inside})" if inside else type(x).__name__
 
 
-def move(x: Any, device: torch.device) -> Any:
+def to_device(x: Any, device: torch.device) -> Any:
     """The batch on `device`, copied from pinned memory without waiting. On the CPU the batch itself."""
     if device.type == "cpu":
         return x
     if is_kjt(x) or isinstance(x, torch.Tensor):
-        at = x.device() if is_kjt(x) else x.device
-        if at == device:
+        current = x.device() if is_kjt(x) else x.device
+        if current == device:
             return x
-        return (x.pin_memory() if at.type == "cpu" else x).to(device, non_blocking=True)
-    return rebuild(x, lambda child: move(child, device))
+        return (x.pin_memory() if current.type == "cpu" else x).to(device, non_blocking=True)
+    return map_children(x, lambda child: to_device(child, device))
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -135,8 +135,8 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return host
 
 
-class Ready:
-    """A batch that one thread has made on its streams. Another one that uses it calls `wait` first."""
+class BatchEvent:
+    """The end of what one thread does on its streams to make a batch. Another one that uses it calls `wait` first."""
 
     def __init__(self, batch: Any) -> None:
         self._tensors = [t for t in _tensors(batch) if t.is_cuda]
@@ -146,12 +146,12 @@ class Ready:
     def wait(self) -> None:
         """The current streams wait; memory that the batch leaves is not used again before they have used it."""
         for device, event in self._events.items():
-            here = torch.cuda.current_stream(device)
-            if here != self._streams[device]:
-                here.wait_event(event)
+            current = torch.cuda.current_stream(device)
+            if current != self._streams[device]:
+                current.wait_event(event)
                 for t in self._tensors:
                     if t.device == device:
-                        t.record_stream(here)
+                        t.record_stream(current)
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
@@ -162,7 +162,7 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
             yield x
 
 
-def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
+def map_children(x: Any, change: Callable[[Any], Any]) -> Any:
     """A twin of x with `change(child)` for each child, in the order of `children`."""
     if isinstance(x, MutableMapping):
         new = copy.copy(x)

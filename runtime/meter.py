@@ -8,34 +8,39 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 from freescale.kernels.transports import launch_record
 
 KEPT = 10_000
-Ended = tuple[Any, float, list[launch_record.LaunchRecord]]  # a step: its name, seconds, launches
+
+
+class FinishedStep(NamedTuple):
+    name: Any
+    seconds: float
+    records: list[launch_record.LaunchRecord]  # of its launches
 
 
 class Meter:
     """Steps of this rank. One for the process: `freescale.meter`."""
 
     def __init__(self) -> None:
-        self._steps: deque[Ended] = deque(maxlen=KEPT)
+        self._steps: deque[FinishedStep] = deque(maxlen=KEPT)
         self._began: float | None = None
-        self._running: Any = None
+        self._step_name: Any = None
 
-    def mark(self, step: Any = None) -> Ended | None:
+    def mark(self, step: Any = None) -> FinishedStep | None:
         """A step ends here and the next one, called `step`, begins. Returns the one that ended, for `summary`."""
-        now, taken = time.perf_counter(), list(launch_record.records)
+        now, records = time.perf_counter(), list(launch_record.records)
         # A launch that nobody has waited for yet belongs to the step that will wait.
         launch_record.records.clear()
-        launch_record.records.extend(r for r in taken if not r.wait_ended)
-        ended = None
+        launch_record.records.extend(r for r in records if not r.wait_ended)
+        finished = None
         if self._began is not None:
-            ended = (self._running, now - self._began, [r for r in taken if r.wait_ended])
-            self._steps.append(ended)
-        self._began, self._running = now, step
-        return ended
+            finished = FinishedStep(self._step_name, now - self._began, [r for r in records if r.wait_ended])
+            self._steps.append(finished)
+        self._began, self._step_name = now, step
+        return finished
 
     def pause(self) -> None:
         """A step ends here and no other begins: what follows is not training."""

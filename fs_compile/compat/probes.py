@@ -1,7 +1,8 @@
-"""Whether this torch has every private name that freescale uses: each file of this folder probes its own.
+"""Whether every private name that freescale uses is there: each file of this folder probes its own.
 
-A new release of torch breaks this folder and nothing else. tests/compile/test_compat.py runs the probes on every
-version that is supported, `python -m freescale doctor` on the one that is installed.
+A new release of torch, TorchRec or FBGEMM breaks this folder and nothing else.
+tests/compile/test_compat.py runs the probes on every version that is supported, `python -m freescale doctor` on the one
+that is installed.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from freescale.compat import (
     distributed,
     dynamo,
     dynamo_settings,
+    fbgemm,
     fx_values,
     inductor,
     logs,
+    torchrec,
     version,
 )
 
 PROBED = (
-    version, distributed, dynamo, dynamo_settings, compiled_modules, inductor, fx_values, logs, backports,
+    version, distributed, dynamo, dynamo_settings, compiled_modules, inductor, fx_values, logs, backports, fbgemm,
+    torchrec,
 )  # fmt: skip
 
 

@@ -5,14 +5,13 @@ with the other ranks, finds the rows that two consecutive batches share, and mak
 It does one batch for each one that the loop takes, so all ranks do as many. If batches are to be balanced, samples move
 between the ranks first (batch_balancer.py).
 
-What is pending between two steps is in loop_state.py, every use of the model in rank_meetings.py.
+What is pending between two steps is in loop_state.py, every use of the model in model_hooks.py.
 """
 
 from __future__ import annotations
 
 import atexit
 import copy
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -24,16 +23,15 @@ from freescale import config
 from freescale.compat import compiled_modules, distributed
 from freescale.runtime import batch_structure
 from freescale.runtime.balance.sample_cost import FittedCost
-from freescale.runtime.lookahead import compiled_parts, rank_meetings
-from freescale.runtime.lookahead.loop_state import Planned, Run
+from freescale.runtime.lookahead.loop_coordinator import coordinator_of
+from freescale.runtime.lookahead.loop_state import LoopState, PlannedBatch
+from freescale.runtime.lookahead.model_tables import compiled_parts, exchanges_of
 from freescale.runtime.lookahead.planner import Planner
 from freescale.runtime.meter import METER
 from freescale.runtime.samples.batch_balancer import BalanceOptions, BatchBalancer, SampleInfo
 from freescale.runtime.samples.restore_outputs import restore_outputs
 
 _STATS_KEPT = 10_000
-# For `restore`, in the user's thread: nothing comes between its collectives and those of the training or of planning.
-_home_groups: weakref.WeakKeyDictionary[rank_meetings.Tables, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class LookaheadLoader:
@@ -77,18 +75,18 @@ class LookaheadLoader:
         strict: bool | None = None,
         balance: bool | BalanceOptions = False,
     ) -> None:
-        self._parts = compiled_parts.compiled_parts(model)
+        self._parts = compiled_parts(model)
         self.loader, self.model = loader, model
         self._settings = _settings_of(self._parts[0])
         self.strict = self._settings.strict if strict is None else strict
-        self.exchanges = list(dict.fromkeys(x for part in self._parts for x in rank_meetings.exchanges_of(part)))
+        self.exchanges = list(dict.fromkeys(x for part in self._parts for x in exchanges_of(part)))
         for x in self.exchanges:
             if distributed.group_by_name(x.group_name).size() != dist.get_world_size():
                 raise ValueError(
                     f"freescale: table {x.name} is sharded over a part of the ranks; a LookaheadLoader plans for "
                     "tables that are sharded over all of them"
                 )
-        self._tables = rank_meetings.tables_of(self.exchanges, self._settings.link_gbps)
+        self._coordinator = coordinator_of(self.exchanges, self._settings.link_gbps)
         self._stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
         if not isinstance(balance, (bool, BalanceOptions)):
             raise TypeError(f"freescale: balance must be True, False or BalanceOptions, found {type(balance).__name__}")
@@ -97,8 +95,8 @@ class LookaheadLoader:
         self.cost = None if self._balance is None else self._balance.cost or FittedCost()
         self._balance_stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
         self._moved: SampleInfo | None = None  # of the batch that was handed out last
-        self._open = False
-        self._state: Any = None  # of the loader behind that batch; None: the loader's own is right
+        self._looping = False
+        self._loader_state: Any = None  # of the loader behind that batch; None: the loader's own is right
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -107,14 +105,14 @@ class LookaheadLoader:
         """The loader's state behind the batch that was handed out last. (The loader itself is ahead of it.)"""
         if not hasattr(self.loader, "state_dict"):
             raise TypeError(f"freescale: the loader has no state_dict; it is a {type(self.loader).__name__}")
-        return self.loader.state_dict() if self._state is None else copy.deepcopy(self._state)
+        return self.loader.state_dict() if self._loader_state is None else copy.deepcopy(self._loader_state)
 
     def load_state_dict(self, state: Any) -> None:
         """The next loop goes on there."""
-        if self._open:
+        if self._looping:
             raise RuntimeError("freescale: load_state_dict of a LookaheadLoader whose loop is on; leave the loop first")
         self.loader.load_state_dict(state)  # type: ignore[attr-defined]
-        self._state = None
+        self._loader_state = None
 
     def stats(self) -> list[dict[str, Any]]:
         """What this rank's exchanges were, one entry per step and exchange of the last loop (its last 10,000).
@@ -162,9 +160,7 @@ class LookaheadLoader:
         Tensors [samples, ...] (without their gradients), lists, or whatever else a batch can be made of. Every rank
         calls this at the same place.
         """
-        group = _home_groups.get(self._tables)
-        if group is None:
-            group = _home_groups[self._tables] = self._tables.cpu_group()
+        group = self._coordinator.restore_group()
         return restore_outputs(outputs, self._last_moved().origin, group)
 
     def _last_moved(self) -> SampleInfo:
@@ -176,29 +172,29 @@ class LookaheadLoader:
     def __iter__(self) -> Iterator[Any]:
         self._stats.clear()
         self._balance_stats.clear()
-        run, unsaid = self._tables.enter(self.model, self._parts, self.exchanges), False
-        self._open = True
+        loop, defer_errors = self._coordinator.open_loop(self.model, self._parts, self.exchanges), False
+        self._looping = True
 
         def close() -> None:
-            self._tables.close(run, unsaid)
+            self._coordinator.close_loop(loop, defer_errors)
 
         # At exit, a loop that is still open somewhere is closed while threads can still run.
         atexit.register(close)
         try:
-            group = self._tables.planning_group()
+            group = self._coordinator.stack.planning_group()
             balancer = self._balancer(group)
             planner = Planner(self.loader, self.exchanges, group, self.strict, self._settings.timeout, balancer)
-            run.stop_planning = planner.stop
-            run.planning_failed, run.why_planning_failed = lambda: planner.failed, planner.why_failed
-            while (item := planner.take()) is not None:
-                self._tables.must_be_on_top(run)
-                yield self._hand_out(run, item, balancer)
-            self._state = None
+            loop.stop_planning = planner.stop
+            loop.planning_failed, loop.why_planning_failed = lambda: planner.failed, planner.why_failed
+            while (planned := planner.take()) is not None:
+                self._coordinator.stack.require_innermost(loop)
+                yield self._hand_out(loop, planned, balancer)
+            self._loader_state = None
         except GeneratorExit:  # `break`, or an exception in the loop
-            unsaid = True
+            defer_errors = True
             raise
         finally:
-            self._open = False
+            self._looping = False
             METER.pause()
             atexit.unregister(close)
             close()
@@ -209,16 +205,16 @@ class LookaheadLoader:
         features = list(dict.fromkeys(f for x in self.exchanges for f in x.features))
         return BatchBalancer(self._balance, self.cost, features, group, self._balance_stats)
 
-    def _hand_out(self, run: Run, item: Planned, balancer: BatchBalancer | None) -> Any:
-        batch = batch_structure.move(item.batch, self.exchanges[0].anchor.device)
-        trained = run.current is not None and run.current.used
-        run.hand_out(item, batch)
-        self._state = item.loader_state
-        ended = METER.mark(item.number)
+    def _hand_out(self, loop: LoopState, planned: PlannedBatch, balancer: BatchBalancer | None) -> Any:
+        batch = batch_structure.to_device(planned.batch, self.exchanges[0].anchor.device)
+        trained = loop.current is not None and loop.current.used
+        loop.hand_out(planned, batch)
+        self._loader_state = planned.loader_state
+        finished = METER.mark(planned.number)
         if balancer is not None:
-            self._moved = balancer.take(item.number, ended if trained else None)
-        for exchange, p in zip(self.exchanges, item.plans, strict=True):
-            self._stats.append({"step": item.number, "exchange": exchange.name, **p.stats})
+            self._moved = balancer.take(planned.number, finished if trained else None)
+        for exchange, plan in zip(self.exchanges, planned.plans, strict=True):
+            self._stats.append({"step": planned.number, "exchange": exchange.name, **plan.stats})
         return batch
 
 

@@ -1,7 +1,7 @@
 """What is pending between two steps of one loop: rows on their way, and gradients that the next step is to apply.
 
-A `Run` is one loop over a LookaheadLoader: the batch that it handed out last, and what the last step left. It decides
-nothing; who may do what, and whether all ranks are at the same place, is in rank_meetings.py.
+A `LoopState` decides nothing: whether all ranks are at the same place is in rank_status.py, what a use of the model may
+do in model_hooks.py.
 """
 
 from __future__ import annotations
@@ -16,245 +16,209 @@ import torch
 
 from freescale.compat import dynamo
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import EARLY, LATE
+from freescale.kernels.ops.schemas import EARLY
 from freescale.kernels.transports import open_transports
 from freescale.runtime import batch_structure
+from freescale.runtime.lookahead import late_gradients
 from freescale.runtime.tables import step_plan
+from freescale.runtime.tables.step_plan import StepPlan
 from freescale.runtime.tables.table_exchange import Exchange
 
 _wait = torch.ops._c10d_functional.wait_tensor
 
-# What reached the model: the number of a batch of the loader, or
-UNKNOWN, FOREIGN = -1, -2
+# Which batch reached the model: the number of one of the loader's, or
+UNKNOWN_BATCH, FOREIGN_BATCH = -1, -2
 
 
 @dataclass
-class Planned:
+class PlannedBatch:
     """A batch and its plans, one per exchange."""
 
     number: int
     batch: Any
-    plans: list[step_plan.StepPlan]
+    plans: list[StepPlan]
     loader_state: Any = None  # of a loader that has one, when it had given this batch and not the next
 
     @property
     def used(self) -> bool:
-        return any(p.used for p in self.plans)
+        return any(plan.used for plan in self.plans)
 
 
-class Run:
-    """The state of one loop."""
+class LoopState:
+    """One loop over a LookaheadLoader: the batch that it handed out last, and what the last step left."""
 
-    def __init__(self, exchanges: list[Exchange], loop: int) -> None:
-        self.exchanges, self.loop = exchanges, loop
-        self.current: Planned | None = None  # handed out last
+    def __init__(self, exchanges: list[Exchange], number: int) -> None:
+        self.exchanges, self.number = exchanges, number
+        self.current: PlannedBatch | None = None  # handed out last
         self.closed = False  # all ranks have agreed that it ends
-        self.broken: str | None = None  # why the ranks can agree on nothing any more
-        self.all_know = False  # the ranks have met, and every rank has heard it
+        self.failure: str | None = None  # why the ranks can agree on nothing any more
+        self.failure_known_to_all = False  # every rank has heard it from all others
         self.stop_planning: Callable[[int, bool], None] = lambda more, together: None
         self.planning_failed: Callable[[], bool] = lambda: False  # on this rank, and its group with it
         self.why_planning_failed: Callable[[], str] = lambda: ""
-        self.behind = 0  # how many batches fewer than the furthest rank this one had taken when the ranks last met
+        self.planning_group_failed = False  # on some rank, and every rank knows
+        # How many batches fewer than the furthest rank this one had taken when the ranks last compared.
+        self.batches_behind = 0
         # Per exchange the last step that ran: its late gradients are pending until the next step has taken them.
-        self._last: list[step_plan.StepPlan | None] = [None] * len(exchanges)
-        self._updates: list[int] | None = None  # of each table when the step began; None outside a step
-        self._after: list[int] = [0] * len(exchanges)  # tables.backwards at the end of the last forward pass
+        self._previous: list[StepPlan | None] = [None] * len(exchanges)
+        self._updates_before: list[int] | None = None  # of each table when the step began; None outside a step
+        self._backwards_before: list[int] = [0] * len(exchanges)  # of each table when the last forward pass ended
         # The tensors with ids of the last batches, to recognise a batch that comes again.
-        self._handed: deque[tuple[int, list[weakref.ref[Any]]]] = deque(maxlen=4)
+        self._handed_out: deque[tuple[int, list[weakref.ref[Any]]]] = deque(maxlen=4)
+
+    def fail(self, reason: str, known_to_all: bool = False) -> None:
+        self.failure, self.failure_known_to_all = reason, known_to_all
 
     # -- batches -------------------------------------------------------------------------------------------------
 
     @property
-    def number(self) -> int:
+    def batch_number(self) -> int:
         return -1 if self.current is None else self.current.number
 
     @dynamo.outside_inference_mode()
-    def hand_out(self, item: Planned, batch: Any) -> None:
+    def hand_out(self, planned: PlannedBatch, batch: Any) -> None:
         """`batch`, on the device, goes to the user."""
-        self.current = item
-        wanted = [f for x in self.exchanges for f in x.features]
-        self._handed.appendleft((item.number, [weakref.ref(t) for t in batch_structure.holders(batch, wanted)]))
-        for p in item.plans:
-            step_plan.place_rows(p)
-            step_plan.place_gradients(p)
-            assert p.next is not None
-            step_plan.place_rows(p.next)
+        self.current = planned
+        features = [f for x in self.exchanges for f in x.features]
+        holders = batch_structure.id_holders(batch, features)
+        self._handed_out.appendleft((planned.number, [weakref.ref(t) for t in holders]))
+        for plan in planned.plans:
+            step_plan.rows_to_device(plan)
+            step_plan.gradients_to_device(plan)
+            assert plan.next is not None
+            step_plan.rows_to_device(plan.next)
 
-    def what_came(self, args: Any) -> int:
-        """Which batch the arguments of the model are made of."""
-        got = {id(t) for t in batch_structure.leaves(args)}
-        for number, refs in self._handed:
-            if refs and all(id(r()) in got for r in refs):
+    def identify_batch(self, inputs: Any) -> int:
+        """Which batch the inputs of the model are made of."""
+        input_ids = {id(t) for t in batch_structure.leaves(inputs)}
+        for number, refs in self._handed_out:
+            if refs and all(id(r()) in input_ids for r in refs):
                 return number
         if self.current is None:
-            return FOREIGN
-        for x, p in zip(self.exchanges, self.current.plans, strict=True):
+            return FOREIGN_BATCH
+        for x, plan in zip(self.exchanges, self.current.plans, strict=True):
             try:
-                found = batch_structure.features(args, x.features)
+                by_feature = batch_structure.feature_ids(inputs, x.features)
             except ValueError:
-                return UNKNOWN
-            if p.ids.device.type != "cpu":
-                return UNKNOWN  # comparing would wait for the device; the graph compares
-            if not torch.equal(torch.cat([found[f].long().view(-1) for f in x.features]), p.ids):
-                return FOREIGN
+                return UNKNOWN_BATCH
+            if plan.ids.device.type != "cpu":
+                return UNKNOWN_BATCH  # comparing would wait for the device; the graph compares
+            if not torch.equal(torch.cat([by_feature[f].long().view(-1) for f in x.features]), plan.ids):
+                return FOREIGN_BATCH
         return self.current.number
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     @dynamo.outside_inference_mode()
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """The batch handed out last is about to go through the model, on every rank."""
         assert self.current is not None
         open_transports.check()
-        for x, p in zip(self.exchanges, self.current.plans, strict=True):
-            if (p.arrived.dtype, p.arrived.device) != (x.anchor.dtype, x.anchor.device):
-                raise RuntimeError(
-                    f"freescale: {x.name} was {p.arrived.dtype} on {p.arrived.device} when its LookaheadLoader's loop "
-                    f"began and is {x.anchor.dtype} on {x.anchor.device} now; change a model outside the loop"
-                )
-        pairs = list(zip(self._last, self.current.plans, strict=True))
+        for x, plan in zip(self.exchanges, self.current.plans, strict=True):
+            _require_same_table(x, plan)
+        pairs = list(zip(self._previous, self.current.plans, strict=True))
         # Where the step before this one did not run, nobody has fetched rows for this one.
-        skipped = [self.current.number > 0 and (q is None or q.next is not p) for q, p in pairs]
+        skipped = [self.current.number > 0 and (before is None or before.next is not plan) for before, plan in pairs]
         if any(skipped):
-            self.apply()
-        for x, (q, p), fetch in zip(self.exchanges, pairs, skipped, strict=True):
-            p.before = step_plan.nothing_late(p.arrived, p.urgent[1]) if q is None else q.late()
+            self.apply_pending()
+        for x, (before, plan), fetch in zip(self.exchanges, pairs, skipped, strict=True):
+            plan.before = step_plan.no_late_gradients(plan) if before is None else before.late_gradients()
             if fetch:
-                _wait(p.arrived)
-                p.arrived = torch.ops.freescale.all_to_all_rows_launch(
-                    x.anchor.detach(), p.early_rows, *p.early_counts, p.early_slots.shape[0], EARLY,
+                _wait(plan.arrived)
+                plan.arrived = torch.ops.freescale.all_to_all_rows_launch(
+                    x.anchor.detach(), plan.early_rows, *plan.early_counts, plan.early_slots.shape[0], EARLY,
                     x.name, x.group_name
                 )  # fmt: skip
-            x.freescale_plan = p
-        self._updates = [table_registry.update_counts[x.name] for x in self.exchanges]
+            x.freescale_plan = plan
+        self._updates_before = [table_registry.update_counts[x.name] for x in self.exchanges]
 
     @dynamo.outside_inference_mode()
-    def end(self) -> None:
-        """The forward pass is over, or has failed."""
-        if self._updates is None or self.current is None:
+    def end_forward(self) -> None:
+        """The forward pass of the step is over, or has failed. Nothing where no step has begun."""
+        if self._updates_before is None or self.current is None:
             return
-        for i, (x, p) in enumerate(zip(self.exchanges, self.current.plans, strict=True)):
-            q, x.freescale_plan, p.before = self._last[i], None, None
-            # applied: the gradients of the step before
-            if p.used or table_registry.update_counts[x.name] != self._updates[i]:
-                if q is not None and q.late_slot is not None:
-                    _refuse_backward(q, "the forward pass of a later batch")
-            if p.used:
-                self._last[i], self._after[i] = p, table_registry.backward_update_counts[x.name]
-                _take_late_gradients(x, p)
-                if p.next is not None and p.next.arrived.is_inference():  # a training step could not use it
-                    p.next.arrived = _wait(p.next.arrived).clone()
-        self._updates = None
+        for i, (x, plan) in enumerate(zip(self.exchanges, self.current.plans, strict=True)):
+            before, x.freescale_plan, plan.before = self._previous[i], None, None
+            applied_late = plan.used or table_registry.update_counts[x.name] != self._updates_before[i]
+            if applied_late and before is not None and before.late_slot is not None:
+                late_gradients.refuse_backward(before, "the forward pass of a later batch")
+            if plan.used:
+                self._previous[i], self._backwards_before[i] = plan, table_registry.backward_update_counts[x.name]
+                late_gradients.collect(x, plan)
+                if plan.next is not None and plan.next.arrived.is_inference():  # a training step could not use it
+                    plan.next.arrived = _wait(plan.next.arrived).clone()
+        self._updates_before = None
 
     # -- pending gradients ---------------------------------------------------------------------------------------
 
-    def _left(self) -> Iterator[tuple[Exchange, step_plan.StepPlan]]:
-        for x, q in zip(self.exchanges, self._last, strict=True):
-            slot = None if q is None or q.last or not q.backwards else q.late_slot
-            if q is not None and slot is not None and slot.grad is not None:
-                yield x, q
+    def _pending(self) -> Iterator[tuple[Exchange, StepPlan]]:
+        for x, plan in zip(self.exchanges, self._previous, strict=True):
+            slot = None if plan is None or plan.last or not plan.backwards else plan.late_slot
+            if plan is not None and slot is not None and slot.grad is not None:
+                yield x, plan
 
-    def _torn(self) -> Iterator[tuple[Exchange, step_plan.StepPlan]]:
+    def _incomplete(self) -> Iterator[tuple[Exchange, StepPlan]]:
         """Where a backward pass has applied the urgent gradients but never handed over the late ones: it raised in
         between, was asked for the gradients of some tensors alone, or was that of another step."""
-        for x, q, after in zip(self.exchanges, self._last, self._after, strict=True):
-            if q is not None and not q.last and q.late_slot is not None:
-                if table_registry.backward_update_counts[x.name] != after + q.backwards:
-                    yield x, q
+        for x, plan, backwards in zip(self.exchanges, self._previous, self._backwards_before, strict=True):
+            if plan is not None and not plan.last and plan.late_slot is not None:
+                if table_registry.backward_update_counts[x.name] != backwards + plan.backwards:
+                    yield x, plan
 
     @property
     def pending(self) -> int:
         """The step whose gradients are pending, -1 if none are; the same on every rank at the same place."""
-        return max((int(q.step) for _, q in self._left()), default=-1)
+        return max((int(plan.step) for _, plan in self._pending()), default=-1)
 
     @property
-    def torn(self) -> int:
-        """The step whose backward pass was torn, -1 if none was; the ranks may differ."""
-        return max((int(q.step) for _, q in self._torn()), default=-1)
+    def incomplete(self) -> int:
+        """The step whose backward pass is incomplete, -1 if none is; the ranks may differ."""
+        return max((int(plan.step) for _, plan in self._incomplete()), default=-1)
 
     @dynamo.outside_inference_mode()
-    def apply(self) -> None:
+    def apply_pending(self) -> None:
         """Send and apply what is pending. Every rank does so at the same place."""
         open_transports.check()
-        for x, q in self._left():
+        for x, plan in self._pending():
             try:
-                _apply_late(x, q)
+                late_gradients.apply(x, plan)
             except Exception as error:
-                self.broken = str(error)
-                raise RuntimeError(self.lost()) from error
+                self.fail(str(error))
+                raise RuntimeError(self.describe_loss()) from error
 
-    def lost(self) -> str:
-        """What will not be applied, in words; empty if it is nothing."""
-        parts = []
-        left = {x: q for x, q in (*self._left(), *self._torn())}
-        for x, q in left.items():
-            assert q.late_index is not None
-            held, owned = q.late_index.shape[0], q.late_own[0].shape[0]
-            if held or owned:
-                parts.append(
-                    f"gradients of step {int(q.step)} for table {x.name} were not applied: {held} rows that this rank "
-                    f"computed, {owned} rows that it owns"
+    def describe_loss(self) -> str:
+        """The gradients that will not be applied, in words; empty if it is nothing."""
+        tables = []
+        for x, plan in dict((*self._pending(), *self._incomplete())).items():
+            assert plan.late_index is not None
+            computed, owned = plan.late_index.shape[0], plan.late_own[0].shape[0]
+            if computed or owned:
+                tables.append(
+                    f"gradients of step {int(plan.step)} for table {x.name} were not applied: {computed} rows that "
+                    f"this rank computed, {owned} rows that it owns"
                 )
-        if parts:
-            return f"freescale: {'; '.join(parts)} ({self.broken})"
-        return f"freescale: {self.broken}" if self.all_know else ""
+        if tables:
+            return f"freescale: {'; '.join(tables)} ({self.failure})"
+        return f"freescale: {self.failure}" if self.failure_known_to_all else ""
 
-    def over(self) -> None:
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def refuse_further_backwards(self) -> None:
         """Nobody will fetch late gradients any more. (The last step has none.)"""
-        for q in self._last:
-            if q is not None and not q.last and q.late_slot is not None:
-                _refuse_backward(q, "its loop has ended")
+        for plan in self._previous:
+            if plan is not None and not plan.last and plan.late_slot is not None:
+                late_gradients.refuse_backward(plan, "its loop has ended")
 
-    def drop_arriving(self) -> None:
+    def wait_for_unused_rows(self) -> None:
         """Rows that were fetched for a batch that will not come: nothing depends on them, but they must arrive."""
-        for q in self._last:
-            if q is not None and q.next is not None:
-                _wait(q.next.arrived)
+        for plan in self._previous:
+            if plan is not None and plan.next is not None:
+                _wait(plan.next.arrived)
 
 
-def _take_late_gradients(x: Exchange, p: step_plan.StepPlan) -> None:
-    """Each backward pass of a step is one update, as in TorchRec. So where a second one hands its late gradients over,
-    those of the first are applied, by all ranks in this very place, instead of being added to."""
-    step = weakref.ref(p)  # the graph of a loss that the user keeps must not keep plans
-    before = table_registry.backward_update_counts[x.name]
-
-    def take(grad: torch.Tensor) -> None:
-        q = step()
-        if q is None or q.late_slot is None:
-            return
-        now = table_registry.last_step_settings.get(x.name)
-        if q.late_slot.grad is not None:
-            table_registry.last_step_settings[x.name] = q.settings
-            _apply_late(x, q)
-            table_registry.last_step_settings[x.name] = now
-        q.settings = now
-        # A table that the loss does not depend on gets zeros, and no update.
-        q.backwards += table_registry.backward_update_counts[x.name] > before + q.backwards
-
-    assert p.late_slot is not None
-    p.late_slot.register_hook(take)
-
-
-def _apply_late(x: Exchange, p: step_plan.StepPlan) -> None:
-    """Send and apply the late gradients of a step, which has them. Every rank does so at the same place."""
-    late = p.late()
-    torch.ops.freescale.exchange_backward(
-        x.anchor.detach(), late.grad, *late.own, *late.counts, late.own[1].shape[0], LATE, x.name, x.group_name
-    )
-    assert p.late_slot is not None
-    p.late_slot.grad = None
-
-
-def _refuse_backward(p: step_plan.StepPlan, after: str) -> None:
-    """A backward pass of a step whose late gradients nobody will fetch any more must not go by in silence."""
-    number, slot = int(p.step), p.late_slot
-
-    def refuse(grad: torch.Tensor) -> None:
+def _require_same_table(x: Exchange, plan: StepPlan) -> None:
+    if (plan.arrived.dtype, plan.arrived.device) != (x.anchor.dtype, x.anchor.device):
         raise RuntimeError(
-            f"freescale: backward of step {number} after {after}: {grad.shape[0]} rows of its gradients have missed "
-            "their step. Call backward before the next batch goes through the model"
+            f"freescale: {x.name} was {plan.arrived.dtype} on {plan.arrived.device} when its LookaheadLoader's loop "
+            f"began and is {x.anchor.dtype} on {x.anchor.device} now; change a model outside the loop"
         )
-
-    assert slot is not None
-    slot.register_hook(refuse)
-    p.late_slot = None

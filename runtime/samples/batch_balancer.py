@@ -100,14 +100,14 @@ class BatchBalancer:
         self.options, self.cost, self.features, self.group, self.stats = options, cost, features, group, stats
         self._local: _LocalBatch | None = None
         # These are by the number of the batch or step.
-        self._balanced: dict[int, tuple[SampleInfo, batch_structure.Ready]] = {}  # until the batch is handed out
-        self._step_times: dict[int, meter.Ended | None] = {}  # of this rank, until the other ranks have heard of them
+        self._balanced: dict[int, tuple[SampleInfo, batch_structure.BatchEvent]] = {}  # until the batch is handed out
+        self._step_times: dict[int, meter.FinishedStep | None] = {}  # of this rank, until the others know them
         self._unmeasured: dict[int, tuple[dict[str, Any], np.ndarray]] = {}  # statistics and features
         self._logged_oversized = False
 
     # -- the user's thread ---------------------------------------------------------------------------------------
 
-    def take(self, number: int, ended: meter.Ended | None) -> SampleInfo:
+    def take(self, number: int, ended: meter.FinishedStep | None) -> SampleInfo:
         """Batch `number` goes to the user, whose streams wait for it; the step before it, if it trained, took as long
         as `ended` says."""
         self._step_times[number - 1] = ended
@@ -154,7 +154,7 @@ class BatchBalancer:
             columns = sample_columns.exchange(local.split.columns, result.rank[home == me], arriving, self.group)
             batch = local.split.rebuild(columns)
         info = SampleInfo(torch.from_numpy(origin), weights)
-        self._balanced[local.number] = info, batch_structure.Ready(batch)
+        self._balanced[local.number] = info, batch_structure.BatchEvent(batch)
         self._record(local.number, result, home, measures[2], began)
         return batch
 
@@ -167,7 +167,7 @@ class BatchBalancer:
             if missing := [f for f in self.features if f not in fields]:
                 raise BalanceError(
                     f"freescale: the batch has no feature {', '.join(map(repr, missing))}, which the model looks up; "
-                    f"found {batch_structure.structure(batch)}"
+                    f"found {batch_structure.describe_structure(batch)}"
                 )
         for name, values in fields.items():
             if len(values) != split.samples:

@@ -180,7 +180,7 @@ def _last_name(path: str) -> str:
 
 def _integers_as(template: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
     """The numbers with the dtype and on the device of `template`."""
-    return batch_structure.move(torch.from_numpy(numbers.copy()).to(template.dtype), template.device)
+    return batch_structure.to_device(torch.from_numpy(numbers.copy()).to(template.dtype), template.device)
 
 
 def _check_lengths(described: str, counts: np.ndarray, values: torch.Tensor) -> None:

@@ -122,7 +122,7 @@ class DevicePacker:
 
     def _upload(self, numbers: list[np.ndarray]) -> list[torch.Tensor]:
         """Arrays of whole numbers to the device, in one copy."""
-        flat = batch_structure.move(torch.from_numpy(np.concatenate([x.ravel() for x in numbers])), self.device)
+        flat = batch_structure.to_device(torch.from_numpy(np.concatenate([x.ravel() for x in numbers])), self.device)
         parts = flat.split([x.size for x in numbers])
         return [part.view(x.shape) for part, x in zip(parts, numbers, strict=True)]
 

@@ -72,7 +72,7 @@ def _selected(c: Column, chosen: np.ndarray) -> Column:
     if c.lengths is not None:
         lengths = c.lengths[:, chosen]
         index = _spans(_starts(c.lengths)[:, chosen].ravel(), lengths.ravel())
-    rows = tuple(r.index_select(0, batch_structure.move(torch.from_numpy(index), r.device)) for r in c.rows)
+    rows = tuple(r.index_select(0, batch_structure.to_device(torch.from_numpy(index), r.device)) for r in c.rows)
     return replace(c, lengths=lengths, rows=rows, samples=len(chosen))
 
 

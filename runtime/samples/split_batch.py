@@ -64,7 +64,7 @@ class Container:
 
     def rebuild(self, columns: Columns) -> Any:
         rebuilt = iter([child.rebuild(columns) for child in self.children])
-        return batch_structure.rebuild(self.value, lambda child: next(rebuilt))
+        return batch_structure.map_children(self.value, lambda child: next(rebuilt))
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def split(batch: Any) -> SplitBatch:
     if not leaves:
         raise BalanceError(
             "freescale: the batch holds nothing that could be cut into samples; found "
-            f"{batch_structure.structure(batch)}"
+            f"{batch_structure.describe_structure(batch)}"
         )
     on_host = iter(batch_structure.to_host([t for leaf in leaves for t in leaf.lengths]))
     columns = [leaf.column([next(on_host) for _ in leaf.lengths]) for leaf in leaves]

@@ -61,13 +61,13 @@ class ShardedEmbedding(nn.Module):
         self.optimizer, self.lr, self.eps, self.name = optimizer, lr, eps, name
         self._divide_by = group.size() if gradient_division else 1
         self.shards = _shards(num_embeddings, sharding, owner, group.size())
-        mine = self.shards[group.rank()]
+        own_shard = self.shards[group.rank()]
         # Every rank draws the whole table from the same seed, so it does not depend on the number of ranks.
         whole = torch.empty(num_embeddings, embedding_dim, dtype=dtype)
         nn.init.uniform_(whole, -(num_embeddings**-0.5), num_embeddings**-0.5)
-        local = whole[mine.first : mine.first + mine.rows].clone().to(device)
+        local = whole[own_shard.first : own_shard.first + own_shard.rows].clone().to(device)
         self.register_buffer("weight", local)
-        self.register_buffer("momentum", local.new_zeros(mine.rows if optimizer == "rowwise_adagrad" else 0))
+        self.register_buffer("momentum", local.new_zeros(own_shard.rows if optimizer == "rowwise_adagrad" else 0))
         self._exchange = Exchange(name, self, list(self.shards), [num_embeddings], [(name, 0)], group)
         self.register_state_dict_pre_hook(open_transports.drain)
 
@@ -77,7 +77,7 @@ class ShardedEmbedding(nn.Module):
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> ShardedEmbedding:
         """`double()`, `to(device)` and the like."""
         super()._apply(fn, recurse)
-        self._exchange.follow_table()
+        self._exchange.update_anchor()
         return self
 
     def settings(self) -> tuple[float, float]:
@@ -87,22 +87,18 @@ class ShardedEmbedding(nn.Module):
         self.lr, self.eps = settings
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        weight = self.weight
-        step = torch.full((rows.shape[0],), self.lr, dtype=weight.dtype, device=weight.device)
-        if self.optimizer == "rowwise_adagrad":
-            momentum = self.momentum.index_select(0, rows) + grads.square().sum(1) / self.embedding_dim
-            self.momentum.index_copy_(0, rows, momentum)
-            step = self.lr / (momentum.sqrt() + self.eps)
-        weight.index_copy_(0, rows, weight.index_select(0, rows) - step[:, None] * grads)
+        row_kernels.step_rows(self.weight, self._momentum(), rows, grads, self.lr, self.eps)
 
     def sum_and_update(
         self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
     ) -> None:
         """As apply_update with the sums of sum_rows. A row comes at most once from each rank."""
-        momentum = self.momentum if self.optimizer == "rowwise_adagrad" else None
         row_kernels.update_rows(
-            self.weight, momentum, grad, rows, order, ends, self.lr, self.eps, self.optimizer, len(self.shards)
+            self.weight, self._momentum(), grad, rows, order, ends, self.lr, self.eps, self.optimizer, len(self.shards)
         )
+
+    def _momentum(self) -> torch.Tensor | None:
+        return self.momentum if self.optimizer == "rowwise_adagrad" else None
 
     def describe(self, feature: int) -> str:
         return f"table {self.name!r}, which has {self.num_embeddings} rows"

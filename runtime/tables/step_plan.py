@@ -20,7 +20,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass
-class Late:
+class LateGradients:
     """Gradients that a step left for the next one: `grad` on the requester, the rest to apply them on the owner."""
 
     grad: torch.Tensor  # [n, dim]
@@ -53,7 +53,7 @@ class StepPlan:
     late_counts: Tensors = ()
     backwards: int = 0  # how many backward passes have handed late gradients over
     settings: Any = None  # of the table in the backward pass whose late gradients are pending
-    before: Late | None = None
+    before: LateGradients | None = None
     next: StepPlan | None = None
     last: bool = False  # of the loop, on every rank: no gradients are late
     used: bool = False
@@ -63,45 +63,46 @@ class StepPlan:
         for counts in (*self.urgent[1:], *self.early_counts):
             dynamo.mark_static(counts)
 
-    def late(self) -> Late:
+    def late_gradients(self) -> LateGradients:
         """What this step leaves for the next one: nothing unless it had a backward pass."""
         # Without an update of the step's own its loss does not depend on the table: then what is there are zeros.
         grad = self.late_slot.grad if self.late_slot is not None and self.backwards else None
         if grad is None:
-            return nothing_late(self.arrived, self.urgent[1])
+            return no_late_gradients(self)
         if grad.shape[0] == 0:  # autograd gave it the strides of the slot
             grad = grad.new_empty(0, grad.shape[1])
-        return Late(grad.contiguous(), self.late_own, self.late_counts)
+        return LateGradients(grad.contiguous(), self.late_own, self.late_counts)
 
 
-def nothing_late(rows: torch.Tensor, counts: torch.Tensor) -> Late:
-    index = rows.new_empty(0, dtype=torch.int64)
-    zeros = tuple(dynamo.mark_static(torch.zeros_like(counts)) for _ in range(2))
-    return Late(rows.new_empty(0, rows.shape[1]), (index, index.clone(), index.clone()), zeros)
+def no_late_gradients(p: StepPlan) -> LateGradients:
+    """What a step without a backward pass leaves. `p`: any step of the exchange."""
+    index = p.arrived.new_empty(0, dtype=torch.int64)
+    zeros = tuple(dynamo.mark_static(torch.zeros_like(p.urgent[1])) for _ in range(2))
+    return LateGradients(p.arrived.new_empty(0, p.arrived.shape[1]), (index, index.clone(), index.clone()), zeros)
 
 
-def make(
-    number: int, ids: torch.Tensor, asked: exchange_plan.Requests, rows: exchange_plan.Split, like: torch.Tensor
+def plan_rows(
+    number: int, ids: torch.Tensor, requests: exchange_plan.Requests, rows: exchange_plan.Split, anchor: torch.Tensor
 ) -> StepPlan:
-    """The forward half: `rows.urgent` are the colliding (urgent) rows. `like` is an empty row of the table."""
+    """The forward half: `rows.urgent` are the colliding (urgent) rows. `anchor` has the table's type and device."""
     urgent, early = rows
     n_early = early.index.shape[0]
     return StepPlan(
         step=torch.tensor(number),
         ids=ids,
-        inverse=exchange_plan.merged_inverse(exchange_plan.inverse_index(asked.needed), (early, urgent)),
-        order=asked.needed.order,
-        ends=asked.needed.ends,
+        inverse=exchange_plan.merged_inverse(exchange_plan.inverse_index(requests.needed), (early, urgent)),
+        order=requests.needed.order,
+        ends=requests.needed.ends,
         urgent=(urgent.rows, urgent.send_counts, urgent.recv_counts),
         early_rows=early.rows,
         early_counts=(early.send_counts, early.recv_counts),
         early_slots=torch.empty(n_early, dtype=torch.uint8),
-        arrived=like.new_empty(0, like.shape[1]),
-        stats=_row_stats(asked, rows, like),
+        arrived=anchor.new_empty(0, anchor.shape[1]),
+        stats=_row_stats(requests, rows, anchor),
     )
 
 
-def finish(p: StepPlan, asked: exchange_plan.Requests, gradients: exchange_plan.Split) -> None:
+def plan_gradients(p: StepPlan, gradients: exchange_plan.Split) -> None:
     """The backward half: `gradients.urgent` are those that the next batch needs (urgent)."""
     back, late = gradients
     p.back = (back.index, *exchange_plan.deduplicate(back.rows), back.recv_counts, back.send_counts)
@@ -113,29 +114,30 @@ def finish(p: StepPlan, asked: exchange_plan.Requests, gradients: exchange_plan.
     n, dim = late.index.shape[0], p.arrived.shape[1]
     # A tensor that only has a shape: all its elements are the same one. Its gradient is what is wanted.
     p.late_slot = p.arrived.new_empty(1).as_strided((n, dim), (0, 0)).requires_grad_()
-    row = dim * p.arrived.element_size()
-    p.stats["bytes_back_urgent"], p.stats["bytes_late"] = back.index.shape[0] * row, n * row
+    row_bytes = dim * p.arrived.element_size()
+    p.stats["bytes_back_urgent"], p.stats["bytes_late"] = back.index.shape[0] * row_bytes, n * row_bytes
 
 
-def _row_stats(asked: exchange_plan.Requests, rows: exchange_plan.Split, like: torch.Tensor) -> dict[str, int]:
-    row = like.shape[1] * like.element_size()
-    per_key = exchange_plan.segment_sizes(asked.needed.ends)
+def _row_stats(requests: exchange_plan.Requests, rows: exchange_plan.Split, anchor: torch.Tensor) -> dict[str, int]:
+    row_bytes = anchor.shape[1] * anchor.element_size()
+    values_per_row = exchange_plan.segment_sizes(requests.needed.ends)
     return {
-        "values": asked.needed.order.shape[0],
-        "unique_rows": asked.needed.values.shape[0],
+        "values": requests.needed.order.shape[0],
+        "unique_rows": requests.needed.values.shape[0],
         "colliding_rows": rows.urgent.index.shape[0],
-        "bytes_urgent": rows.urgent.index.shape[0] * row,
-        "bytes_early": rows.rest.index.shape[0] * row,
+        "bytes_urgent": rows.urgent.index.shape[0] * row_bytes,
+        "bytes_early": rows.rest.index.shape[0] * row_bytes,
         # what a split of looked-up values, without bringing duplicates together, would leave urgent
-        "bytes_urgent_per_value": int(per_key[rows.urgent.index].sum()) * row,
+        "bytes_urgent_per_value": int(values_per_row[rows.urgent.index].sum()) * row_bytes,
     }
 
 
-# The planning thread finishes a plan while the training thread already places its rows, which the step before fetches.
-# So the halves are placed apart, and nobody but `finish` touches the backward half before the batch is handed out.
+# The planning thread completes a plan while the training thread already moves its rows to the device, since the step
+# before fetches them. So the halves are moved apart, and nobody but `plan_gradients` touches the backward half before
+# the batch is handed out.
 
 
-def place_rows(p: StepPlan) -> None:
+def rows_to_device(p: StepPlan) -> None:
     """Bring what the device reads of the forward half to the device, on the caller's stream, without waiting.
 
     Counts stay on the CPU.
@@ -145,7 +147,7 @@ def place_rows(p: StepPlan) -> None:
     p.urgent = (to(p.urgent[0]), *p.urgent[1:])
 
 
-def place_gradients(p: StepPlan) -> None:
+def gradients_to_device(p: StepPlan) -> None:
     """The same for the backward half, which is complete."""
     assert p.late_index is not None
     to = partial(_to, p.arrived.device)
@@ -157,7 +159,7 @@ def _to(device: torch.device, t: torch.Tensor) -> torch.Tensor:
     return t if t.device == device else t.pin_memory().to(device, non_blocking=True)
 
 
-def nothing_next(p: StepPlan) -> StepPlan:
+def plan_without_rows(p: StepPlan) -> StepPlan:
     """What the last step fetches for the batch after it: no rows."""
     index = torch.empty(0, dtype=torch.int64)
     zero = torch.zeros_like(p.urgent[1])

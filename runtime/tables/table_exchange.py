@@ -41,41 +41,42 @@ class Exchange:
         self.table = table  # keeps the registered name alive
         self.group_name = group.group_name
         # For what nobody waits for; a LookaheadLoader gives it a group of its own, so that it is never in the way.
-        self.background = group.group_name
+        self.background_group_name = group.group_name
         self.features = [feature for feature, _ in entries]
-        firsts = exchange_plan.first_row_of_each_table(table_rows)
-        self.firsts = [firsts[t] for _, t in entries]
-        self.sizes = [table_rows[t] for _, t in entries]
+        table_offsets = exchange_plan.first_row_of_each_table(table_rows)
+        self.row_offsets = [table_offsets[t] for _, t in entries]
+        self.table_sizes = [table_rows[t] for _, t in entries]
         owners = exchange_plan.owner_map(shards, table_rows, group.size())
         self.bounds, self.shifts, self.starts = (dynamo.mark_static(t) for t in owners)
-        self.follow_table()
+        self.update_anchor()
         # The plan of the batch that a LookaheadLoader handed out last, None without one. By this name compat knows the
         # tensors in it, whose sizes are ours.
         self.freescale_plan: StepPlan | None = None
-        # The loop of a LookaheadLoader is on, but not a call that it has seen: whoever looks up now tells it first.
-        self.unseen = False
-        self.look_first: Callable[[], None] = lambda: None
+        # A LookaheadLoader's loop is on, but no step of it: whoever looks up now calls this first.
+        self.outside_step = False
+        self.before_lookup_outside_step: Callable[[], None] = lambda: None
 
-    def follow_table(self) -> None:
-        """The table has its type and its device, now or after `model.double()` and the like."""
+    def update_anchor(self) -> None:
+        """To the table's type and device, which `model.double()` and the like change."""
         weight = self.table.weight
         # The token that goes through the graph. It wants a gradient so that autograd calls the exchange's backward.
         self.anchor = dynamo.mark_static(weight.new_empty(0, weight.shape[1]).requires_grad_())
 
     def lookup(self, ids: list[torch.Tensor], divide_by: int) -> tuple[torch.Tensor, ...]:
         """The rows of each entry's ids, in the order of `entries`. Gradients are divided by `divide_by`."""
-        if self.unseen and torch.compiler.is_compiling():
-            _tell(self)  # outside torch.compile, a hook of the table's module has done so
+        if self.outside_step and torch.compiler.is_compiling():
+            _call_before_lookup(self)  # outside torch.compile, a hook of the table's module has done so
         if self.freescale_plan is None:
-            made = _ops.plan_now(
-                ids, self.firsts, self.sizes, self.bounds, self.shifts, self.starts, self.name, self.group_name
-            )
-            embedded = ExchangeRows.apply(self.anchor, *made, divide_by, self.name, self.group_name)
+            plan = _ops.plan_now(
+                ids, self.row_offsets, self.table_sizes, self.bounds, self.shifts, self.starts,
+                self.name, self.group_name
+            )  # fmt: skip
+            embedded = UnplannedRows.apply(self.anchor, *plan, divide_by, self.name, self.group_name)
         else:
-            embedded = self._planned(self.freescale_plan, ids, divide_by)
+            embedded = self._lookup_planned(self.freescale_plan, ids, divide_by)
         return torch.split(embedded, [i.shape[0] for i in ids])
 
-    def _planned(self, p: StepPlan, ids: list[torch.Tensor], divide_by: int) -> torch.Tensor:
+    def _lookup_planned(self, p: StepPlan, ids: list[torch.Tensor], divide_by: int) -> torch.Tensor:
         if p.used:
             _refuse_second_lookup(self.name)
         p.used = True
@@ -86,14 +87,14 @@ class Exchange:
         )  # fmt: skip
         # Gradients of the step before that this batch does not need; then rows for the next batch. No row of either is
         # among those above, so their place among the compute is free.
-        late, then = p.before, p.next
-        assert late is not None and then is not None
-        names = (self.name, self.background)
-        settled = _ops.exchange_backward(
+        late, following = p.before, p.next
+        assert late is not None and following is not None
+        names = (self.name, self.background_group_name)
+        updated = _ops.exchange_backward(
             token, late.grad, *late.own, *late.counts, late.own[1].shape[0], LATE, *names
         )
-        then.arrived = _ops.all_to_all_rows_launch(
-            settled, then.early_rows, *then.early_counts, then.early_slots.shape[0], EARLY, *names
+        following.arrived = _ops.all_to_all_rows_launch(
+            updated, following.early_rows, *following.early_counts, following.early_slots.shape[0], EARLY, *names
         )
         return embedded
 
@@ -103,8 +104,8 @@ class Exchange:
     "is on. What is pending must be applied before that, outside the graph: give the LookaheadLoader the module whose "
     "call is compiled, or leave the loop first"
 )
-def _tell(exchange: Exchange) -> None:
-    exchange.look_first()
+def _call_before_lookup(exchange: Exchange) -> None:
+    exchange.before_lookup_outside_step()
 
 
 @dynamo.assume_constant_result
@@ -117,7 +118,7 @@ def _refuse_second_lookup(name: str) -> None:
     )
 
 
-class ExchangeRows(torch.autograd.Function):
+class UnplannedRows(torch.autograd.Function):
     """An exchange that was not planned ahead: all rows now, all gradients now."""
 
     @staticmethod

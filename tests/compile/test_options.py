@@ -32,7 +32,7 @@ def _one_model_after_the_other():
                 model(batch).backward()
         timeouts = [call.args[1] for call in agree.call_args_list]
         assert len(timeouts) == 3  # settings, what the forward graph launches, what the backward graph launches
-        found.append((loader.strict, link_speed.estimate(loader.exchanges[0].background) * 8 / 1e9, set(timeouts)))
+        found.append((loader.strict, link_speed.estimate(loader.exchanges[0].background_group_name) * 8 / 1e9, set(timeouts)))
     return found
 
 
@@ -56,14 +56,14 @@ def test_a_wrong_option_is_an_error_on_every_rank():
 
 
 def _one_is_strict() -> tuple[str, str]:
-    from freescale.runtime.tables import torchrec_collection
+    from freescale.runtime.tables import torchrec_support
 
     lax = trec.build("column_wise", "sgd")
     trec.train(lax, _compiled(lax), 1, none=False)
     served = trec.build("row_wise", "sgd")
     trec.train(served, _compiled(served, strict=True), 1, none=False)  # what the other was refused is not its business
     module = next(m for m in lax.modules() if type(m).__name__ == "ShardedEmbeddingCollection")
-    torchrec_collection._refuse(module, "outside of any compilation")
+    torchrec_support.report_unsupported(module, "outside of any compilation")
     strict = trec.build("column_wise", "sgd")
     try:
         trec.train(strict, _compiled(strict, strict=True), 1, none=False)

@@ -143,11 +143,11 @@ def plan_all(case: Case, threads: Threads, rank: int) -> list[Planned]:
             planned[-1].gradients, rows = row_requests.split_colliding(planned[-1].asked, asked, rank)
         else:
             rows = everything(asked)
-        step = step_plan.make(number, torch.cat(ids), asked, rows, torch.empty(0, DIM))
+        step = step_plan.plan_rows(number, torch.cat(ids), asked, rows, torch.empty(0, DIM))
         planned.append(Planned(asked, rows, None, step))
     planned[-1].gradients = everything(planned[-1].asked)
     for p in planned:
-        step_plan.finish(p.step, p.asked, p.gradients)
+        step_plan.plan_gradients(p.step, p.gradients)
     return planned
 
 

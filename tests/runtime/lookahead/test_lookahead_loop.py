@@ -456,7 +456,7 @@ def test_bad_models_are_named():
 
 def _stays() -> list[dict[str, Any]]:
     import freescale
-    from freescale.runtime.lookahead import rank_meetings
+    from freescale.runtime.lookahead import loop_coordinator
 
     model = Model()
     run = torch.compile(model, backend="freescale", options={"codegen": "eager"})
@@ -468,12 +468,12 @@ def _stays() -> list[dict[str, Any]]:
             run(batch).backward()
     stats = loader.stats()
     assert hooks == [len(m._state_dict_pre_hooks) + len(m._forward_pre_hooks) for m in run.modules()]
-    assert threads() == [] and len(rank_meetings._of) == 1
+    assert threads() == [] and len(loop_coordinator._coordinators) == 1
     gone = weakref.ref(model)
     del model, run, loader, batch
     torch._dynamo.reset()
     gc.collect()
-    assert gone() is None and len(rank_meetings._of) == 0
+    assert gone() is None and len(loop_coordinator._coordinators) == 0
     return stats
 
 

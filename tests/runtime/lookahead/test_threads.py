@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.kernels.planning import exchange_plan, row_requests
-from freescale.runtime.lookahead.loop_state import Planned, Run
+from freescale.runtime.lookahead.loop_state import LoopState, PlannedBatch
 from freescale.runtime.samples import batch_balancer
 from freescale.runtime.tables import step_plan
 from loops import DIM, Training, data, threads
@@ -25,7 +25,7 @@ from ranks import run_ranks
 # ---- a plan that is placed while it is finished ------------------------------------------------------------------
 
 
-def _planned(number: int, device: str) -> tuple[Planned, exchange_plan.Requests, exchange_plan.Split]:
+def _planned(number: int, device: str) -> tuple[PlannedBatch, exchange_plan.Requests, exchange_plan.Split]:
     """A batch of one rank; every second row of it is needed by its neighbours too."""
     ids = torch.tensor([3, 1, 3, 0, 2])
     keys = exchange_plan.deduplicate(ids)
@@ -33,7 +33,7 @@ def _planned(number: int, device: str) -> tuple[Planned, exchange_plan.Requests,
     asked = exchange_plan.Requests(keys, count, keys.values.clone(), count.clone())
     half = torch.arange(keys.values.shape[0]) % 2 == 0
     split = exchange_plan.split_requests(asked, half, half)
-    return Planned(number, {}, [step_plan.make(number, ids, asked, split, torch.empty(0, 4, device=device))]), asked, split
+    return PlannedBatch(number, {}, [step_plan.plan_rows(number, ids, asked, split, torch.empty(0, 4, device=device))]), asked, split
 
 
 def _on_the_host(p: step_plan.StepPlan) -> list[str]:
@@ -67,28 +67,28 @@ def _before_line(of: Callable[..., Any], number: int, action: Callable[[], None]
 def test_a_plan_is_on_the_device_whenever_the_batch_before_it_is_handed_out(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
     for line in range(1, 100):
-        run, handed = Run([], 1), []
+        run, handed = LoopState([], 1), []
         (before, *asked_before), (item, *asked) = _planned(0, "meta"), _planned(1, "meta")
-        step_plan.finish(before.plans[0], *asked_before)
+        step_plan.plan_gradients(before.plans[0], asked_before[-1])
         before.plans[0].next = item.plans[0]
 
         def hand_out(run=run, handed=handed, before=before) -> None:
             run.hand_out(before, {})
             handed.append(before)
 
-        sys.settrace(_before_line(step_plan.finish, line, hand_out))
+        sys.settrace(_before_line(step_plan.plan_gradients, line, hand_out))
         try:
-            step_plan.finish(item.plans[0], *asked)
+            step_plan.plan_gradients(item.plans[0], asked[-1])
         finally:
             sys.settrace(None)
         if not handed:
             assert line > 3
             return
-        item.plans[0].next = step_plan.nothing_next(item.plans[0])
+        item.plans[0].next = step_plan.plan_without_rows(item.plans[0])
         run.hand_out(item, {})
-        assert _on_the_host(item.plans[0]) == [], f"the batch before was handed out at line {line} of finish"
+        assert _on_the_host(item.plans[0]) == [], f"the batch before was handed out at line {line} of plan_gradients"
         assert all(t.device.type == "cpu" for t in (*item.plans[0].back[4:], *item.plans[0].late_counts))
-    raise AssertionError("finish has no end")
+    raise AssertionError("plan_gradients has no end")
 
 
 # ---- ranks that are slow, and ranks that stop --------------------------------------------------------------------
@@ -159,7 +159,7 @@ FAILURES = {
     "before the first collective": (exchange_plan, "deduplicate_by_key", 5, IndexError),
     "between two collectives of asking": (row_requests, "all_to_all_cpu", 13, MemoryError),
     "before the answer": (exchange_plan, "intersection_masks", 4, MemoryError),
-    "after the last collective": (step_plan, "finish", 4, TypeError),
+    "after the last collective": (step_plan, "plan_gradients", 4, TypeError),
     "balancing, between its collectives": (batch_balancer.solver, "balance", 5, ZeroDivisionError),
 }
 
@@ -219,7 +219,7 @@ def _planning_is_stuck() -> bool:
         t.step(batch)
     assert len(t.losses) == 5
     let_go = threading.Event()
-    with mock.patch.object(row_requests, "answer", lambda *args: let_go.wait()):
+    with mock.patch.object(row_requests, "split_colliding", lambda *args: let_go.wait()):
         with pytest.raises(RuntimeError, match="^freescale: rank 0: batch 1 is not planned after .* time-out is 1 s$"):
             next(iter(t.loader(data(5))))
         let_go.set()

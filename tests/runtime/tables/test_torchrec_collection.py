@@ -184,11 +184,11 @@ def test_what_is_no_matter_of_rows_is_left_to_torchrec(why, optimizer, fused):
 def _half_output() -> list[str | None]:
     from torchrec.modules.embedding_configs import DataType
 
-    from freescale.runtime.tables import torchrec_collection
+    from freescale.runtime.tables import torchrec_support
 
     model = trec.build("row_wise", "sgd", output_dtype=DataType.FP16)
     found = [m for m in model.modules() if type(m).__name__ == "ShardedEmbeddingCollection"]
-    return [torchrec_collection.why_not(m) for m in found]
+    return [torchrec_support.unsupported_reason(m) for m in found]
 
 
 def test_half_precision_output_is_left_to_torchrec():
@@ -210,10 +210,10 @@ def _weighted():
     run = _compiled(model, options={"codegen": "eager"})
     kjt, weight = trec.batch(1, dist.get_rank(), none=False)
     weighted = KeyedJaggedTensor(kjt.keys(), kjt.values(), torch.rand(kjt.values().shape[0]), kjt.lengths())
-    from freescale.runtime.tables import torchrec_collection
+    from freescale.runtime.tables import torchrec_support
 
     expected = float(model(weighted, weight))
-    return abs(float(run(weighted, weight)) - expected), list(torchrec_collection._refused)
+    return abs(float(run(weighted, weight)) - expected), list(torchrec_support._warnings)
 
 
 def test_weighted_features_are_left_to_torchrec():
@@ -242,15 +242,15 @@ def test_an_id_outside_its_table_is_an_error_on_every_rank(feature, table):
 
 
 def test_reasons_to_leave_a_collection_to_torchrec():
-    """Kinds of tables that cannot be built on a CPU; why_not reads TorchRec's plan, so a stand-in for it will do."""
+    """Kinds of tables that cannot be built on a CPU; unsupported_reason reads TorchRec's plan, so a stand-in for it will do."""
     from types import SimpleNamespace as Stub
 
-    from freescale.runtime.tables.torchrec_collection import why_not
+    from freescale.runtime.tables.torchrec_support import unsupported_reason
 
     def reason(sharding: str, kernel: str, dtype: str = "FP32") -> str | None:
         plan = {"t": Stub(sharding_type=sharding, compute_kernel=kernel)}
         config = Stub(name="t", data_type=Stub(value=dtype))
-        return why_not(Stub(module_sharding_plan=plan, _embedding_configs=[config], _env=None))
+        return unsupported_reason(Stub(module_sharding_plan=plan, _embedding_configs=[config], _env=None))
 
     assert reason("row_wise", "fused_uvm_caching") == "table 't' uses compute kernel fused_uvm_caching"
     assert reason("table_wise", "fused_uvm") == "table 't' uses compute kernel fused_uvm"

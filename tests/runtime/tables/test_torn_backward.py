@@ -140,8 +140,8 @@ def _differing() -> None:
     for _ in range(3):
         t.step(next(loop))
     if dist.get_rank() == 1:
-        run = loader._tables.runs[-1]
-        run._last = [None] * len(run._last)
+        loop_state = loader._coordinator.stack.loops[-1]
+        loop_state._previous = [None] * len(loop_state._previous)
     words = "gradients of step 3 pending; rank 1: leaves its loop after batch 3, no gradients pending"
     for use in (loop.close, t.model.state_dict):
         with pytest.raises(RuntimeError, match=words):

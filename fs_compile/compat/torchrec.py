@@ -1,0 +1,124 @@
+"""Private names of TorchRec: what its sharded collections and their optimizers keep. Works without TorchRec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from freescale.compat.fbgemm import names_used_by
+
+
+def is_sharded_collection(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "ShardedEmbeddingCollection"
+
+
+def qualified_name(module: Any) -> str:
+    """The module's name in its model; empty if TorchRec was not told."""
+    return module._module_fqn or ""
+
+
+def sharding_env(module: Any) -> Any:
+    """Rank, world size and process group of a sharded module."""
+    return module._env
+
+
+def device_of(module: Any) -> torch.device:
+    return module._device if module._device is not None else torch.device("cpu")
+
+
+def embedding_configs(collection: Any) -> list[Any]:
+    return collection._embedding_configs
+
+
+def num_embeddings(collection: Any, table: str) -> int:
+    return collection._table_name_to_config[table].num_embeddings
+
+
+def embedding_dim(collection: Any) -> int:
+    return collection._embedding_dim
+
+
+def returns_indices(collection: Any) -> bool:
+    return collection._need_indices
+
+
+def shardings(collection: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(sharding type, sharding, lookup module) of each kind of sharding that the collection's tables have."""
+    by_type = collection._sharding_type_to_sharding
+    for (kind, sharding), lookup in zip(by_type.items(), collection._lookups, strict=True):
+        yield kind, sharding, lookup
+
+
+def table_groups_per_rank(sharding: Any) -> list[list[Any]]:
+    """For each rank the groups of tables (GroupedEmbeddingConfig) that one FBGEMM module there holds."""
+    return sharding._grouped_embedding_configs_per_rank
+
+
+def fbgemm_modules(lookup: Any) -> list[Any]:
+    return [kernel.emb_module for kernel in lookup._emb_modules]
+
+
+def fbgemm_module_of(lookup: Any, group: Any) -> Any:
+    """The module on this rank that holds a group of tables."""
+    for config, kernel in zip(lookup.grouped_configs, lookup._emb_modules, strict=True):
+        if config is group:
+            return kernel.emb_module
+    raise RuntimeError("freescale: TorchRec holds no FBGEMM module for a group of tables that it planned")
+
+
+def replicated_groups(lookup: Any) -> list[tuple[Any, torch.Tensor]]:
+    """(group of tables, its flat weights) for each FBGEMM module of a data-parallel lookup, which DDP wraps."""
+    return [(kernel._config, kernel.emb_module.weights) for kernel in lookup.module._emb_modules]
+
+
+def pooled_configs(module: Any) -> list[Any]:
+    """The tables of an embedding bag collection; none for any other module."""
+    return list(getattr(module, "_embedding_bag_configs", ()))
+
+
+def optimizers_within(optimizer: Any) -> Iterator[Any]:
+    """An optimizer, and those that it combines or wraps."""
+    yield optimizer
+    for _, part in getattr(optimizer, "optimizers", ()):
+        yield from optimizers_within(part)
+    if (wrapped := getattr(optimizer, "_optimizer", None)) is not None:
+        yield from optimizers_within(wrapped)
+
+
+def fbgemm_module_updated_by(optimizer: Any) -> Any:
+    """The FBGEMM module whose fused optimizer this is, or None."""
+    return getattr(optimizer, "_emb_module", None)
+
+
+def probe() -> None:
+    """Raise if a private name that is used here is gone. Does nothing where TorchRec is not installed."""
+    try:
+        from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding, EmbeddingFusedOptimizer
+        from torchrec.distributed.embedding import ShardedEmbeddingCollection
+        from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
+        from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+        from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
+        from torchrec.distributed.sharding.tw_sharding import BaseTwEmbeddingSharding
+        from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
+    except ImportError:
+        return
+    _expect(
+        ShardedEmbeddingCollection,
+        "_module_fqn", "_env", "_device", "_embedding_configs", "_table_name_to_config", "_embedding_dim",
+        "_need_indices", "_sharding_type_to_sharding", "_lookups",
+    )  # fmt: skip
+    for sharding in (BaseRwEmbeddingSharding, BaseTwEmbeddingSharding):
+        _expect(sharding, "_grouped_embedding_configs_per_rank")
+    _expect(GroupedEmbeddingsLookup, "_emb_modules", "grouped_configs")
+    _expect(BatchedDenseEmbedding, "_config")
+    _expect(ShardedEmbeddingBagCollection, "_embedding_bag_configs")
+    _expect(EmbeddingFusedOptimizer, "_emb_module")
+    _expect(OptimizerWrapper, "_optimizer")
+    assert hasattr(CombinedOptimizer, "optimizers")
+
+
+def _expect(cls: type, *names: str) -> None:
+    missing = set(names) - names_used_by(cls)
+    assert not missing, f"{cls.__name__} has no {', '.join(sorted(missing))} any more"

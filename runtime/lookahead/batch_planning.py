@@ -1,0 +1,241 @@
+"""How one batch after the other is planned: load, balance, request its rows from their owners, plan the two steps.
+
+After loading, and again after balancing, the ranks tell each other how it went, so that they all go on or all stop.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from freescale.compat import distributed
+from freescale.kernels.planning import exchange_plan, row_requests
+from freescale.runtime import batch_structure
+from freescale.runtime.balance.integer_problem import BalanceError
+from freescale.runtime.lookahead.loop_state import PlannedBatch
+from freescale.runtime.samples.batch_balancer import BatchBalancer
+from freescale.runtime.tables import step_plan
+from freescale.runtime.tables.fbgemm_table import FbgemmTable
+from freescale.runtime.tables.table_exchange import Exchange
+
+log = logging.getLogger(__name__)
+
+_OK, _ENDED, _FAILED = range(3)  # how loading went
+_NOT_BALANCED = [-1, 0]  # in place of what a BatchBalancer tells the other ranks
+
+
+class EndOfPlanning(Exception):
+    """Every rank stops here: all loaders have ended (`error` is None), or `error` is to be raised in the loop."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+@dataclass
+class _Loaded:
+    """A batch of this rank, or what came instead."""
+
+    status: int = _OK
+    error: BaseException | None = None
+    batch: Any = None
+    ids: list[list[torch.Tensor]] = field(default_factory=list)  # per exchange and feature
+    for_balancer: list[int] = field(default_factory=lambda: _NOT_BALANCED)
+    loader_state: Any = None
+
+
+class BatchPlanning:
+    """The batches of one loop."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        exchanges: list[Exchange],
+        group: dist.ProcessGroup,
+        strict: bool,
+        balancer: BatchBalancer | None,
+    ) -> None:
+        self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
+        self.balancer = balancer
+        self.number = 0  # of the batch that is being loaded or planned
+        self.busy_since: float | None = None  # with something that ends within the group's time-out
+        self._batches: Iterator[Any] | None = None
+        self._structure: str | None = None  # of every batch, in words
+        self._previous: PlannedBatch | None = None  # its gradients are not planned yet
+        self._previous_requests: list[exchange_plan.Requests] = []
+
+    def advance(self) -> PlannedBatch | None:
+        """Plan one more batch. Returns the one before it, whose plans are complete now; None for the first.
+
+        Raises EndOfPlanning, on every rank at the same batch.
+        """
+        loaded = self._load()
+        from_all_ranks = self._compare_ranks(loaded)
+        if self.balancer is not None:
+            self._balance(self.balancer, loaded, from_all_ranks)
+        requests = self._request_rows(loaded.ids)
+        planned = self._plan(loaded, requests)
+        complete, self._previous, self._previous_requests = self._previous, planned, requests
+        self.number, self.busy_since = self.number + 1, None
+        return complete
+
+    def finish(self) -> PlannedBatch | None:
+        """The last batch. It leaves nothing for later: its gradients are all urgent, no rows are fetched for a next."""
+        if self._previous is None:
+            return None
+        for plan, requests in zip(self._previous.plans, self._previous_requests, strict=True):
+            step_plan.plan_gradients(plan, _all_chosen(requests))
+            plan.next, plan.last = step_plan.plan_without_rows(plan), True
+        return self._previous
+
+    # -- stages --------------------------------------------------------------------------------------------------
+
+    def _load(self) -> _Loaded:
+        loaded = _Loaded()
+        try:
+            if self._batches is None:
+                self._batches = iter(self.loader)
+            loaded.batch = next(self._batches)
+            if hasattr(self.loader, "state_dict"):
+                loaded.loader_state = copy.deepcopy(self.loader.state_dict())
+            self._require_same_structure(loaded.batch)
+            self._require_plannable(loaded.batch)
+            if self.balancer is None:
+                loaded.ids = self._ids_of(loaded.batch)
+            else:
+                loaded.for_balancer = self.balancer.prepare(self.number, loaded.batch)
+        except StopIteration:
+            loaded.status = _ENDED
+        except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)
+            loaded.status, loaded.error = _FAILED, error
+        return loaded
+
+    def _balance(self, balancer: BatchBalancer, loaded: _Loaded, from_all_ranks: list[list[int]]) -> None:
+        """Put the balanced batch and its ids in place."""
+        loaded.for_balancer = _NOT_BALANCED
+        try:
+            loaded.batch = balancer.balance(from_all_ranks)
+        except BalanceError as error:  # on every rank alike; anything else may have come between its collectives
+            loaded.status, loaded.error = _FAILED, error
+        else:
+            try:
+                loaded.ids = self._ids_of(loaded.batch)
+            except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)
+                loaded.status, loaded.error = _FAILED, error
+        self._compare_ranks(loaded)
+
+    def _request_rows(self, ids: list[list[torch.Tensor]]) -> list[exchange_plan.Requests]:
+        requests = []
+        for x, per_feature in zip(self.exchanges, ids, strict=True):
+            self.busy_since = time.monotonic()
+            owners = exchange_plan.OwnerMap(x.bounds, x.shifts, x.starts)
+            try:
+                requests.append(
+                    row_requests.request_rows(per_feature, x.row_offsets, x.table_sizes, owners, x.name, self.group)
+                )
+            except row_requests.IdOutsideTable as error:  # on every rank alike
+                raise EndOfPlanning(error) from None
+        return requests
+
+    def _plan(self, loaded: _Loaded, requests: list[exchange_plan.Requests]) -> PlannedBatch:
+        """Plan a batch's rows, and the gradients of the batch before it, now that both are known."""
+        plans = []
+        for i, x in enumerate(self.exchanges):
+            ids = torch.cat([t.long() for t in loaded.ids[i]])
+            if self._previous is None:
+                rows = _all_chosen(requests[i])
+            else:
+                self.busy_since = time.monotonic()
+                gradients, rows = row_requests.split_colliding(self._previous_requests[i], requests[i], self.group)
+            plans.append(step_plan.plan_rows(self.number, ids, requests[i], rows, x.anchor.detach()))
+            if self._previous is not None:
+                step_plan.plan_gradients(self._previous.plans[i], gradients)
+                self._previous.plans[i].next = plans[i]
+        return PlannedBatch(self.number, loaded.batch, plans, loaded.loader_state)
+
+    # -- what all ranks must agree on -----------------------------------------------------------------------------
+
+    def _compare_ranks(self, loaded: _Loaded) -> list[list[int]]:
+        """What each rank tells the balancers. Raises EndOfPlanning unless every rank goes on."""
+        self.busy_since = time.monotonic()
+        gathered = distributed.gather_ints([loaded.status, *loaded.for_balancer], self.group)
+        self.busy_since = time.monotonic()
+        statuses, for_balancers = [s for s, *_ in gathered], [rest for _, *rest in gathered]
+        if _FAILED in statuses:
+            raise EndOfPlanning(self._failure(statuses, loaded.error))
+        if set(statuses) == {_ENDED}:
+            raise EndOfPlanning(None)
+        if _ENDED in statuses:
+            message = (
+                f"freescale: the loader of rank {statuses.index(_ENDED)} ended after {self.number} batches, others "
+                "have more; all ranks end here"
+            )
+            if self.strict:
+                raise EndOfPlanning(RuntimeError(message))
+            log.warning(message)
+            raise EndOfPlanning(None)
+        if len({rest[0] == _NOT_BALANCED[0] for rest in for_balancers}) > 1:
+            message = "freescale: some ranks balance and others do not; give every LookaheadLoader the same `balance`"
+            raise EndOfPlanning(ValueError(message))
+        return for_balancers
+
+    def _failure(self, statuses: list[int], error: BaseException | None) -> BaseException:
+        """Every rank learns which rank failed at which batch, and with what words; that rank raises its own error."""
+        errors: list[Any] = [None] * len(statuses)
+        dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}", self.group)
+        rank = statuses.index(_FAILED)
+        if error is not None:
+            return error
+        return RuntimeError(f"freescale: rank {rank} failed while it loaded batch {self.number}: {errors[rank]}")
+
+    # -- this rank's batch ---------------------------------------------------------------------------------------
+
+    def _ids_of(self, batch: Any) -> list[list[torch.Tensor]]:
+        by_feature = batch_structure.feature_ids(batch, [f for x in self.exchanges for f in x.features])
+        return [[by_feature[f] for f in x.features] for x in self.exchanges]
+
+    def _require_same_structure(self, batch: Any) -> None:
+        structure = batch_structure.describe_structure(batch)
+        if self._structure is not None and structure != self._structure:
+            raise ValueError(
+                f"freescale: batch {self.number} is {structure}; the batches before it were {self._structure}"
+            )
+        self._structure = structure
+
+    def _require_plannable(self, batch: Any) -> None:
+        """Raise for a batch that the compiled model leaves to TorchRec's own code, whose lookups are not planned."""
+        in_torchrec = {f: isinstance(x.table, FbgemmTable) for x in self.exchanges for f in x.features}
+        for kjt in filter(batch_structure.is_kjt, batch_structure.id_holders(batch, list(in_torchrec))):
+            if kjt.variable_stride_per_key():
+                problem = _describe_strides(dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True)))
+            elif kjt.weights_or_none() is not None and any(in_torchrec.get(key) for key in kjt.keys()):
+                problem = f"the features {', '.join(map(repr, kjt.keys()))} are weighted. Leave the weights out"
+            else:
+                continue
+            raise ValueError(
+                f"freescale: batch {self.number}: {problem}, or loop over such batches without a LookaheadLoader, "
+                "where TorchRec's own code serves them"
+            )
+
+
+def _describe_strides(samples: dict[str, int]) -> str:
+    most = max(samples, key=lambda key: samples[key])
+    other = next((key for key in samples if samples[key] != samples[most]), most)
+    return (
+        f"the number of samples differs by feature ({most!r} has {samples[most]}, {other!r} has {samples[other]}; "
+        "stride_per_key_per_rank). Give all features equally many"
+    )
+
+
+def _all_chosen(requests: exchange_plan.Requests) -> exchange_plan.Split:
+    """Every row is urgent."""
+    wanted, held = requests.needed.values, requests.rows
+    return exchange_plan.split_requests(
+        requests, torch.ones_like(wanted, dtype=torch.bool), torch.ones_like(held, dtype=torch.bool)
+    )

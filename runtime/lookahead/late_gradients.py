@@ -1,0 +1,64 @@
+"""The late gradients of a step: collected in its backward pass, applied during the next step or before anything else.
+
+They come out of the backward pass as the gradient of the plan's `late_slot`.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from freescale.kernels.ops import table_registry
+from freescale.kernels.ops.schemas import LATE
+from freescale.runtime.tables.step_plan import StepPlan
+from freescale.runtime.tables.table_exchange import Exchange
+
+
+def collect(exchange: Exchange, plan: StepPlan) -> None:
+    """Each backward pass of a step is one update, as in TorchRec. So where a second one hands its late gradients over,
+    those of the first are applied, by all ranks in this very place, instead of being added to."""
+    plan_ref = weakref.ref(plan)  # the graph of a loss that the user keeps must not keep plans
+    backwards_before = table_registry.backward_update_counts[exchange.name]
+
+    def on_gradient(grad: torch.Tensor) -> None:
+        plan = plan_ref()
+        if plan is None or plan.late_slot is None:
+            return
+        settings = table_registry.last_step_settings.get(exchange.name)
+        if plan.late_slot.grad is not None:
+            table_registry.last_step_settings[exchange.name] = plan.settings
+            apply(exchange, plan)
+            table_registry.last_step_settings[exchange.name] = settings
+        plan.settings = settings
+        # A table that the loss does not depend on gets zeros, and no update.
+        plan.backwards += table_registry.backward_update_counts[exchange.name] > backwards_before + plan.backwards
+
+    assert plan.late_slot is not None
+    plan.late_slot.register_hook(on_gradient)
+
+
+def apply(exchange: Exchange, plan: StepPlan) -> None:
+    """Send and apply the late gradients of a step, which has them. Every rank does so at the same place."""
+    late = plan.late_gradients()
+    torch.ops.freescale.exchange_backward(
+        exchange.anchor.detach(), late.grad, *late.own, *late.counts, late.own[1].shape[0], LATE,
+        exchange.name, exchange.group_name
+    )  # fmt: skip
+    assert plan.late_slot is not None
+    plan.late_slot.grad = None
+
+
+def refuse_backward(plan: StepPlan, after: str) -> None:
+    """A backward pass of a step whose late gradients nobody will fetch any more must not go by in silence."""
+    number, slot = int(plan.step), plan.late_slot
+
+    def refuse(grad: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"freescale: backward of step {number} after {after}: {grad.shape[0]} rows of its gradients have missed "
+            "their step. Call backward before the next batch goes through the model"
+        )
+
+    assert slot is not None
+    slot.register_hook(refuse)
+    plan.late_slot = None

@@ -1,0 +1,119 @@
+"""The loops over LookaheadLoaders that are open on the same tables, one inside the other: their begin and their end."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from freescale.runtime.lookahead.loop_state import UNKNOWN_BATCH, LoopState
+from freescale.runtime.lookahead.rank_status import Action, RankStatus, RankSync
+from freescale.runtime.tables.table_exchange import Exchange
+
+log = logging.getLogger(__name__)
+
+
+class LoopStack:
+    """The innermost loop is the last. Nested ones only evaluate: a model is trained under one loader at a time."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.loops: list[LoopState] = []
+        # Groups of their own: nothing here comes between the collectives of the training. A rank may be as slow as in
+        # training.
+        self.timeout = timeout
+        self._sync = RankSync(self.new_cpu_group(), timeout)
+        self._planning_groups: list[dist.ProcessGroup | None] = [self.new_cpu_group()]  # one per depth of the stack
+        self._opened = 0
+        self._deferred_error: RuntimeError | None = None  # what Python did not raise where it happened
+
+    def new_cpu_group(self) -> dist.ProcessGroup:
+        """Of all ranks, waiting for a slow one as long as the training does. Collective."""
+        group = dist.new_group(backend="gloo", timeout=self.timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    @property
+    def innermost(self) -> LoopState | None:
+        return self.loops[-1] if self.loops else None
+
+    @property
+    def idle(self) -> bool:
+        """No loop is open, and none has left an error to raise."""
+        return not self.loops and self._deferred_error is None
+
+    def open(self, exchanges: list[Exchange]) -> LoopState:
+        if self._sync.failure is not None:
+            raise RuntimeError(f"freescale: {self._sync.failure}")
+        self.flush()
+        self._opened += 1
+        loop = LoopState(exchanges, self._opened)
+        self.loops.append(loop)
+        return loop
+
+    def planning_group(self) -> dist.ProcessGroup:
+        """For the innermost loop: a thread of its own needs a group of its own."""
+        depth = len(self.loops) - 1
+        self._planning_groups += [None] * (depth + 1 - len(self._planning_groups))
+        group = self._planning_groups[depth]
+        if group is None:
+            group = self._planning_groups[depth] = self.new_cpu_group()
+        return group
+
+    def require_innermost(self, loop: LoopState) -> None:
+        if self.innermost is not loop:
+            raise RuntimeError(
+                "freescale: a model is used under two LookaheadLoaders at once: one asks for its next batch while the "
+                "other is still running; finish or close the inner one first"
+            )
+
+    def close_innermost(self) -> RuntimeError | None:
+        """End the innermost loop and its planning. Returns what went wrong."""
+        loop, failure = self.loops[-1], None
+        try:
+            self._agree_on_end(loop)
+        except RuntimeError as error:
+            failure = error
+        loop.refuse_further_backwards()
+        loop.stop_planning(loop.batches_behind, loop.failure is None or loop.failure_known_to_all)
+        self.loops.pop()
+        if loop.planning_group_failed:  # every rank knows: the next loop makes a new one
+            self._planning_groups[len(self.loops)] = None
+        return failure
+
+    def _agree_on_end(self, loop: LoopState) -> None:
+        """All ranks agree on the end of a loop, and apply what is pending."""
+        loop.end_forward()
+        cause = None
+        try:
+            if loop.failure is None and not loop.closed:
+                self.synchronize(Action.CLOSE)
+        except RuntimeError as error:
+            cause = error
+        if loop.failure is None:
+            loop.wait_for_unused_rows()
+        elif lost := loop.describe_loss():
+            raise RuntimeError(lost) from cause
+        elif self._sync.failure is not None:
+            log.warning(
+                "freescale: a loop has ended and no gradients are lost, but it was the last: %s", self._sync.failure
+            )
+
+    def synchronize(self, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
+        """In the innermost loop: see RankSync."""
+        return self._sync.synchronize(self.loops[-1], action, received)
+
+    def flush(self) -> None:
+        """Apply what is pending before the tables are used outside the planned order."""
+        loop = self.innermost
+        if loop is not None and max(loop.pending, loop.incomplete) >= 0:
+            self.synchronize(Action.FLUSH)
+
+    def defer(self, error: RuntimeError) -> None:
+        """Python will not raise it where it happened; the next use of the tables will."""
+        self._deferred_error = error
+
+    def raise_deferred(self) -> None:
+        if self._deferred_error is not None:
+            error, self._deferred_error = self._deferred_error, None
+            raise error

@@ -1,0 +1,167 @@
+"""Whether all ranks are at the same place when a step begins, or when pending gradients are applied.
+
+Before a step, before pending gradients are applied and at the end of a loop each rank says what it is about to do, in
+one small gather over a CPU group of its own. So nobody starts an exchange that others will not join, and a rank that
+leaves its loop, or brings a wrong batch, is an error on every rank instead of a hang.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from freescale.compat import distributed
+from freescale.kernels.transports import launch_record
+from freescale.runtime.lookahead.loop_state import UNKNOWN_BATCH, LoopState
+
+log = logging.getLogger(__name__)
+
+
+class Action(IntEnum):
+    """What a rank is about to do."""
+
+    TRAIN = 0
+    EVALUATE = 1
+    FLUSH = 2
+    CLOSE = 3
+
+
+_IN_WORDS = {
+    Action.TRAIN: "trains",
+    Action.EVALUATE: "evaluates",
+    Action.FLUSH: "reads the tables",
+    Action.CLOSE: "leaves its loop",
+}
+
+
+class RankStatus(NamedTuple):
+    """Where a rank is in its loop, as the numbers that are gathered."""
+
+    action: int
+    loop: int  # number of the loop, counted over all loops of these tables
+    batch: int  # number of the batch that was handed out last, -1 before the first
+    used: int  # has it been through the model?
+    pending: int  # the step whose gradients are pending, -1 if none are
+    incomplete: int  # the step whose backward pass has lost gradients, -1 if none has
+    received: int  # the batch that reached the model: its number, UNKNOWN_BATCH or FOREIGN_BATCH
+    planning_failed: int  # has planning failed on this rank, and its group with it?
+
+
+class RankSync:
+    """Compares the ranks' status over a group of its own."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self._group, self._timeout = group, timeout
+        self.failure: str | None = None  # why the ranks cannot be compared any more
+
+    def synchronize(self, loop: LoopState, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
+        """Return where this rank may do `action`; raise where it may not. Pending gradients are applied if some rank
+        needs that. Every rank calls this at the same place, with its innermost loop."""
+        while True:
+            statuses = self._gather_status(loop, action, received)
+            actions = {s.action for s in statuses}
+            same_place = len({(s.loop, s.pending) for s in statuses}) == 1
+            planning_failed = any(s.planning_failed for s in statuses)
+            loop.batches_behind = max(s.batch for s in statuses) - loop.batch_number
+            loop.planning_group_failed |= planning_failed
+            if Action.CLOSE in actions:
+                loop.closed = True
+                if not same_place:
+                    loop.fail(describe_difference(statuses), known_to_all=True)
+            _raise_if_incomplete(loop, statuses)
+            if same_place and actions & {Action.FLUSH, Action.CLOSE}:
+                loop.apply_pending()
+            if not same_place or (len(actions) > 1 and Action.FLUSH not in actions):
+                if action == Action.CLOSE and same_place:
+                    log.warning("freescale: %s", describe_difference(statuses))
+                    return statuses
+                if same_place and planning_failed:
+                    raise RuntimeError(f"freescale: {loop.why_planning_failed()}")
+                raise RuntimeError(f"freescale: {describe_difference(statuses)}")
+            if action == Action.FLUSH or Action.FLUSH not in actions:
+                return statuses
+            # Another rank wanted the flush alone (state_dict on one rank); it is done, now this rank's own action.
+
+    def _gather_status(self, loop: LoopState, action: Action, received: int) -> list[RankStatus]:
+        own = RankStatus(
+            action=action,
+            loop=loop.number,
+            batch=loop.batch_number,
+            used=loop.current is not None and loop.current.used,
+            pending=loop.pending,
+            incomplete=loop.incomplete,
+            received=received,
+            planning_failed=loop.planning_failed(),
+        )
+        if loop.closed:
+            raise RuntimeError("freescale: this LookaheadLoader's loop has ended: the ranks were not at the same place")
+        if loop.failure is None and not dist.is_initialized():
+            loop.fail("the process group is gone")
+        if loop.failure is not None:
+            raise RuntimeError(f"freescale: {loop.failure}")
+        try:
+            with launch_record.record_host_wait("meeting of the ranks"):
+                return [RankStatus(*s) for s in distributed.gather_ints(own, self._group)]
+        except Exception as error:
+            limit = self._timeout.total_seconds()
+            self.failure = f"the other ranks did not come to the same place within {limit:g} s, or are gone: {error}"
+            loop.fail(self.failure)
+            raise RuntimeError(f"freescale: {self.failure}") from error
+
+
+def _raise_if_incomplete(loop: LoopState, statuses: list[RankStatus]) -> None:
+    ranks = [rank for rank, s in enumerate(statuses) if s.incomplete >= 0]
+    if not ranks:
+        return
+    reason = (
+        f"{_list_ranks(ranks)}: the backward pass of step {statuses[ranks[0]].incomplete} has applied some of its "
+        "gradients to the tables and lost the others: something in it raised (a gradient hook?), or it was asked for "
+        "the gradients of some tensors only (torch.autograd.grad, backward(inputs=...)), or a backward pass of another "
+        "step came in between. Under a LookaheadLoader, call loss.backward(); this loop is over"
+    )
+    loop.fail(reason, known_to_all=True)
+    raise RuntimeError(f"freescale: {reason}")
+
+
+def require_expected_batch(statuses: list[RankStatus]) -> None:
+    """Every rank is about to train on the batch that its loader handed out last, which is the same for all."""
+    for rank, s in enumerate(statuses):
+        if s.batch >= 0 and not s.used and s.received in (s.batch, UNKNOWN_BATCH):
+            continue
+        if s.batch < 0 or s.used:
+            expected = f"batch {s.batch + 1}, which has not been taken from the loader yet"
+        else:
+            expected = f"batch {s.batch}, which the loader handed out last"
+        if s.received < 0:
+            received = "a batch that did not come from the loader"
+        else:
+            received = f"batch {s.received} again" if s.received == s.batch else f"batch {s.received}, out of order"
+        raise RuntimeError(
+            f"freescale: rank {rank}: the model expected {expected}; what came is {received}. Pass each batch of a "
+            "LookaheadLoader to the model once, in order; evaluate other batches under torch.no_grad()"
+        )
+    if len({s.batch for s in statuses}) > 1:
+        raise RuntimeError(f"freescale: {describe_difference(statuses)}")
+
+
+def describe_difference(statuses: list[RankStatus]) -> str:
+    pending_differs = len({s.pending for s in statuses}) > 1
+
+    def describe(s: RankStatus) -> str:
+        place = "before its first batch" if s.batch < 0 else f"{'after' if s.used else 'at'} batch {s.batch}"
+        gradients = "no gradients" if s.pending < 0 else f"gradients of step {s.pending}"
+        return f"{_IN_WORDS[Action(s.action)]} {place}" + (f", {gradients} pending" if pending_differs else "")
+
+    ranks_by_place: dict[str, list[int]] = {}
+    for rank, s in enumerate(statuses):
+        ranks_by_place.setdefault(describe(s), []).append(rank)
+    places = "; ".join(f"{_list_ranks(ranks)}: {place}" for place, ranks in ranks_by_place.items())
+    return f"the ranks are not at the same place: {places}"
+
+
+def _list_ranks(ranks: list[int]) -> str:
+    return f"rank {', '.join(map(str, ranks[:8]))}{' and others' if len(ranks) > 8 else ''}"

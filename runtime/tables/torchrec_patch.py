@@ -1,0 +1,165 @@
+"""What freescale changes in TorchRec's classes, once per process, when the backend's name is first used.
+
+ShardedEmbeddingCollection gets a forward that Dynamo can trace. While a graph is traced, each collection is looked at
+once: one that is not supported keeps TorchRec's own forward, outside the graph. Outside torch.compile nothing changes.
+Reading or loading the state of TorchRec's optimizers first calls whoever watches them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from freescale.compat import dynamo, torchrec
+from freescale.runtime.tables import torchrec_collection, torchrec_support
+from freescale.runtime.tables.fbgemm_table import FbgemmTable
+
+_original_forward: Any = None
+
+
+def patch_torchrec() -> bool:
+    """Change TorchRec's classes, once. False where TorchRec is not installed."""
+    global _original_forward
+    try:
+        from torchrec.distributed.embedding import ShardedEmbeddingCollection
+        from torchrec.distributed.types import ShardedModule
+        from torchrec.optim.keyed import KeyedOptimizer
+    except ImportError:
+        return False
+    if _original_forward is None:
+        KeyedOptimizer.state_dict = _call_watchers_first(KeyedOptimizer.state_dict, "before_read")
+        KeyedOptimizer.load_state_dict = _call_watchers_first(KeyedOptimizer.load_state_dict, "before_load")
+        _original_forward = ShardedModule.forward
+        ShardedModule.forward = _forward_of_other_modules
+        ShardedEmbeddingCollection.forward = _forward
+        for cls, fn in (
+            (ShardedModule, _freescale_leave_to_torchrec),
+            (ShardedEmbeddingCollection, _freescale_prepare_tables),
+        ):
+            setattr(cls, fn.__name__, dynamo.assume_constant_result(fn))  # Dynamo looks it up by this very name
+    return True
+
+
+# ---- forward ------------------------------------------------------------------------------------------------
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a ShardedEmbeddingCollection."""
+    if not torch.compiler.is_compiling():
+        _must_not_be_planned(self)
+        return _original_forward(self, *args, **kwargs)
+    features = args[0] if args else kwargs["features"]
+    weighted = features.weights_or_none() is not None
+    if not self._freescale_prepare_tables(weighted, features.variable_stride_per_key()):
+        return _torchrec_forward(self, features)
+    return torchrec_collection.look_up(self._freescale, features, _gradient_division())
+
+
+def _freescale_prepare_tables(self: Any, weighted: bool, variable_stride: bool) -> bool:
+    """Runs while Dynamo traces, its result a constant of the graph: does freescale serve this collection?"""
+    reason = torchrec_support.unsupported_reason(self)
+    if weighted:
+        reason = f"features of table {torchrec.embedding_configs(self)[0].name!r} are weighted"
+    if variable_stride:
+        reason = f"the batch size varies per feature of table {torchrec.embedding_configs(self)[0].name!r}"
+    if reason is not None:
+        torchrec_support.report_unsupported(self, reason)
+        return False
+    torchrec_collection.tables_of(self)
+    return True
+
+
+def _forward_of_other_modules(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sharded modules that hold no EmbeddingCollection, in a model that is traced: Dynamo does not look inside."""
+    if not torch.compiler.is_compiling():
+        return _original_forward(self, *args, **kwargs)
+    self._freescale_leave_to_torchrec()
+    return _torchrec_forward(self, *args, **kwargs)
+
+
+def _freescale_leave_to_torchrec(self: Any) -> bool:
+    """Runs while Dynamo traces."""
+    names = ", ".join(repr(c.name) for c in torchrec.pooled_configs(self))
+    reason = f"pooled tables {names} are not served" if names else f"{type(self).__name__} is not served"
+    torchrec_support.report_unsupported(self, reason)
+    return True
+
+
+@torch._dynamo.disable
+def _torchrec_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """TorchRec's own code, outside the graph."""
+    _must_not_be_planned(self)
+    result = _original_forward(self, *args, **kwargs)
+    return result.wait() if hasattr(result, "wait") else result
+
+
+def _must_not_be_planned(module: Any) -> None:
+    """TorchRec's own lookup in a planned step would read rows that lack the gradients which are pending."""
+    tables = torchrec_collection.existing_tables_of(module)
+    if tables is not None and any(x.freescale_plan is not None for x in tables.exchanges):
+        name = torchrec.qualified_name(module) or "a collection"
+        raise RuntimeError(
+            f"freescale: TorchRec's own code looks up the tables of {name} in a step that a LookaheadLoader has "
+            "planned, because torch.compile has not compiled that lookup: did it hit "
+            "torch._dynamo.config.recompile_limit (it says so), is it inside torch.compiler.disable, or are features "
+            "weighted? Mend that, or loop without a LookaheadLoader"
+        )
+
+
+def _gradient_division() -> bool:
+    from torchrec.distributed.comm_ops import get_gradient_division
+
+    return get_gradient_division()
+
+
+# ---- optimizers ---------------------------------------------------------------------------------------------
+
+
+class _Watcher(NamedTuple):
+    modules: list[Any]
+    before_read: Callable[[], None]
+    before_load: Callable[[], None]
+
+
+_watchers: OrderedDict[int, _Watcher] = OrderedDict()
+
+
+def watch_optimizers(
+    modules: list[Any], before_read: Callable[[], None], before_load: Callable[[], None]
+) -> RemovableHandle:
+    """Have these called before the state of TorchRec's optimizers of the modules is read, or is loaded."""
+    handle = RemovableHandle(_watchers)
+    _watchers[handle.id] = _Watcher(modules, before_read, before_load)
+    return handle
+
+
+def _call_watchers_first(method: Any, callback: str) -> Any:
+    @functools.wraps(method)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for watcher in tuple(_watchers.values()):
+            if _updates_any(self, watcher.modules):
+                getattr(watcher, callback)()
+        return method(self, *args, **kwargs)
+
+    return watched
+
+
+def _updates_any(optimizer: Any, modules: list[Any]) -> bool:
+    """Whether rows of these modules are among what the optimizer updates. The same on every rank: a collection's own
+    optimizer is there also on a rank that holds none of its rows."""
+    parts = list(torchrec.optimizers_within(optimizer))
+    for module in modules:
+        tables = torchrec_collection.existing_tables_of(module)
+        if tables is None:
+            continue
+        held = [x.table.emb for x in tables.exchanges if isinstance(x.table, FbgemmTable)]
+        for part in parts:
+            updated = torchrec.fbgemm_module_updated_by(part)
+            if part is module.fused_optimizer or (updated is not None and any(updated is emb for emb in held)):
+                return True
+    return False

@@ -1,0 +1,84 @@
+"""Which of TorchRec's sharded modules freescale serves, and what happens to the others: one warning that says why.
+
+A module that is not served keeps TorchRec's own forward, outside the graph. Under `strict` it is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from freescale.compat import compiled_modules, torchrec
+from freescale.config import Config, load
+from freescale.runtime.tables import fbgemm_table
+
+log = logging.getLogger(__name__)
+
+_SHARDINGS = ("row_wise", "table_wise", "data_parallel")
+_warnings: list[str] = []  # of this process, each given once
+_strict_errors: list[str] = []  # those met while a model with `strict` was traced
+
+
+class UnsupportedTables(RuntimeError):
+    """Under `strict`: a module that freescale does not serve."""
+
+
+def raise_if_unsupported(cfg: Config) -> None:
+    if cfg.strict and _strict_errors:
+        raise UnsupportedTables(_strict_errors[0])
+
+
+def report_unsupported(module: Any, reason: str) -> None:
+    """Warn once that TorchRec's own code serves `module`; under `strict`, raise."""
+    name = torchrec.qualified_name(module) or "a collection"
+    message = f"freescale: TorchRec's own path is used for {name}: {reason}"
+    if message not in _warnings:
+        _warnings.append(message)
+        log.warning(message)
+    if load(compiled_modules.options_while_tracing()).strict:
+        _strict_errors.append(message)
+        raise UnsupportedTables(message)
+
+
+def unsupported_reason(collection: Any) -> str | None:
+    """The first reason to leave an embedding collection to TorchRec, naming the table; None if it is supported."""
+    configs = torchrec.embedding_configs(collection)
+    for name, sharding in collection.module_sharding_plan.items():
+        kernel = "dense" if sharding.sharding_type == "data_parallel" else "fused"
+        if sharding.sharding_type not in _SHARDINGS:
+            return f"table {name!r} is sharded {sharding.sharding_type}"
+        if sharding.compute_kernel != kernel:
+            return f"table {name!r} uses compute kernel {sharding.compute_kernel}"
+    for config in configs:
+        if config.data_type.value != "FP32":
+            return f"table {config.name!r} holds {config.data_type.value} rows"
+    names = ", ".join(repr(c.name) for c in configs)
+    env = torchrec.sharding_env(collection)
+    if type(env).__name__ != "ShardingEnv" or env.process_group is None:
+        return f"tables {names} are sharded over more than one dimension of ranks"
+    if collection.qcomm_codecs_registry:
+        return f"tables {names} use quantized communication"
+    if torchrec.returns_indices(collection):
+        return f"tables {names} return their indices (need_indices)"
+    for kind, sharding, lookup in torchrec.shardings(collection):
+        reason = _unsupported_features(sharding)
+        if reason is None and kind != "data_parallel":
+            reason = _unsupported_storage(lookup, names)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _unsupported_features(sharding: Any) -> str | None:
+    for group in (g for groups in torchrec.table_groups_per_rank(sharding) for g in groups):
+        if group.is_weighted or group.has_feature_processor:
+            what = "weighted" if group.is_weighted else "feature-processed"
+            return f"table {group.embedding_tables[0].name!r} has {what} features"
+    return None
+
+
+def _unsupported_storage(lookup: Any, names: str) -> str | None:
+    for emb in torchrec.fbgemm_modules(lookup):
+        if (reason := fbgemm_table.unsupported_reason(emb)) is not None:
+            return f"tables {names}: {reason}"
+    return None
