@@ -20,7 +20,7 @@ import torch.distributed as dist
 from loops import Training, compare, data, threads
 from ranks import run_ranks
 
-TORN = "rank 0.*: the backward pass of step 3 has applied some of its gradients to the tables and lost the others"
+INCOMPLETE = "rank 0.*: the backward pass of step 3 has applied some of its gradients to the tables and lost the others"
 LOST = r"gradients of step 3 for table item were not applied: \d+ rows that this rank computed, \d+ rows that it owns"
 
 
@@ -59,63 +59,63 @@ class Slow(queue.SimpleQueue):
         return found
 
 
-def torn(tear: Any) -> tuple[Training, Any]:
-    """A loop whose last step was torn."""
+def incomplete(interrupt: Any) -> tuple[Training, Any]:
+    """A loop whose last step had an incomplete backward pass."""
     t = Training(True)
     loop = iter(t.loader(data(9)))
     with mock.patch("queue.SimpleQueue", Slow):
         t.step(next(loop))
     for _ in range(2):
         t.step(next(loop))
-    tear(t, next(loop))
+    interrupt(t, next(loop))
     return t, loop
 
 
 def left(t: Training, loop: Any) -> None:
     """Python may say nothing of what is raised while it closes a generator, so the next use says it again."""
     for use in (loop.close, t.model.state_dict):
-        with pytest.raises(RuntimeError, match=f"{LOST} .*{TORN}"):
+        with pytest.raises(RuntimeError, match=f"{LOST} .*{INCOMPLETE}"):
             use()
     t.model.state_dict()
 
 
-def next_step(tear: Any) -> None:
-    t, loop = torn(tear)
+def next_step(interrupt: Any) -> None:
+    t, loop = incomplete(interrupt)
     batch = next(loop)
     for _ in range(2):  # the loop is over: it says so every time
-        with pytest.raises(RuntimeError, match=TORN):
+        with pytest.raises(RuntimeError, match=INCOMPLETE):
             t.step(batch)
     left(t, loop)
 
 
-def state_dict(tear: Any) -> None:
-    t, loop = torn(tear)
-    with pytest.raises(RuntimeError, match=TORN):
+def state_dict(interrupt: Any) -> None:
+    t, loop = incomplete(interrupt)
+    with pytest.raises(RuntimeError, match=INCOMPLETE):
         t.model.state_dict()
     left(t, loop)
 
 
-def end_of_the_loop(tear: Any) -> None:
-    left(*torn(tear))
+def end_of_the_loop(interrupt: Any) -> None:
+    left(*incomplete(interrupt))
 
 
-def the_last_step(tear: Any) -> None:
+def the_last_step(interrupt: Any) -> None:
     """It has no late gradients: nothing is left for later, so nothing can be lost."""
 
     def loop(t: Training) -> None:
         for i, batch in enumerate(t.loader(data(4))):
-            tear(t, batch) if i == 3 else t.step(batch)
+            interrupt(t, batch) if i == 3 else t.step(batch)
 
     compare(loop)
 
 
 def _cases() -> dict[str, str]:
     said = {}
-    for tear in (only_some, only_inputs, hook_raises, hook_raises_on_one_rank):
+    for interrupt in (only_some, only_inputs, hook_raises, hook_raises_on_one_rank):
         for case in (next_step, state_dict, end_of_the_loop, the_last_step):
-            name = f"{tear.__name__}, {case.__name__}"
+            name = f"{interrupt.__name__}, {case.__name__}"
             try:
-                case(tear)
+                case(interrupt)
                 assert threads() == []
                 said[name] = "good"
             except BaseException:  # noqa: BLE001
@@ -124,7 +124,7 @@ def _cases() -> dict[str, str]:
     return said
 
 
-def test_a_torn_backward_is_an_error_on_every_rank():
+def test_an_incomplete_backward_is_an_error_on_every_rank():
     for rank, said in enumerate(run_ranks(_cases, 2)):
         wrong = {name: words for name, words in said.items() if words != "good"}
         assert not wrong, f"rank {rank}:\n" + "\n".join(f"{name}: {words}" for name, words in wrong.items())
