@@ -219,7 +219,7 @@ def _planning_is_stuck() -> bool:
         t.step(batch)
     assert len(t.losses) == 5
     let_go = threading.Event()
-    with mock.patch.object(row_requests, "answer", lambda *args: let_go.wait()):
+    with mock.patch.object(row_requests, "split_colliding", lambda *args: let_go.wait()):
         with pytest.raises(RuntimeError, match="^freescale: rank 0: batch 1 is not planned after .* time-out is 1 s$"):
             next(iter(t.loader(data(5))))
         let_go.set()
