@@ -10,6 +10,8 @@ PIP_ARGS ?=
 SLOW ?=
 STEPS ?= 20
 RANKS ?= 2
+# of the tests, each with ranks of its own; 0: in one process, one after another
+WORKERS ?= logical
 ARGS ?=
 
 # The releases that belong to each torch. freescale.doctor knows the TorchRec ones too; a test compares them.
@@ -78,7 +80,7 @@ train: $(STAMP) ## train the example on RANKS (2) processes for STEPS (20) steps
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_hstu.py --steps $(STEPS) $(ARGS)
 
 test: $(STAMP) ## run the tests (SLOW=1: the slow ones too, FRESH=1: other random numbers); those for a GPU skip themselves where there is none
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(if $(SLOW),,-m "not slow") $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup $(if $(SLOW),,-m "not slow") $(ARGS)
 
 lint: $(STAMP) ## check style (ruff) and types (mypy)
 	$(BIN)/ruff check .

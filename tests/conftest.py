@@ -5,10 +5,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
 
+import interpreted
+import session_folder
 from seeding import FRESH, seed
+
+ONE_WORKER = ("checked", "ended", "doctors", "unpacked")  # fixtures
 
 settings.register_profile("same", derandomize=True)
 settings.register_profile("fresh", print_blob=True)
@@ -20,10 +26,34 @@ def _seeded() -> None:
     print("seed", seed())
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """In the process that starts the run; its workers (pytest-xdist) inherit the environment."""
+    if hasattr(config, "workerinput"):
+        return
+    session_folder.create()
+    # Inductor compiles and runs a program for every instruction set before it believes that the CPU has it: seconds in
+    # every fresh cache folder. Here the CPU's own word is enough (0: where the compiler is older than the CPU).
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        interpreted.stop_all()
+        session_folder.create().cleanup()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share an expensive fixture stay with one worker; so do those that make network interfaces."""
+    for item in items:
+        shared = next((name for name in ONE_WORKER if name in getattr(item, "fixturenames", ())), None)
+        if item.path.name in ("test_netlab.py", "test_two_hosts.py"):
+            shared = "netlab"
+        if shared is not None:
+            item.add_marker(pytest.mark.xdist_group(shared))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Those of Triton's interpreter are slow and need one core: they begin now."""
-    import interpreted
-
     found = (getattr(item.obj, "in_the_interpreter", None) for item in session.items if isinstance(item, pytest.Function))
     if interpreted.HAS_TRITON and not session.config.option.collectonly:
         for file in dict.fromkeys(filter(None, found)):

@@ -1,7 +1,8 @@
 """Run a function on several gloo ranks and bring back what each returned.
 
 Ranks come from a forkserver that has torch loaded and warm (warm_ranks.py), so they start in a tenth of a second. What a
-C++ compiler made for one rank serves all others of the session; graphs are compiled anew, so every rank runs the passes.
+C++ compiler made for one rank serves all others of the run (session_folder.py); graphs are compiled anew, so every rank
+runs the passes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from unittest import mock
 
 import torch
 
+import session_folder
+
 # Importing Inductor touches CUDA where there is one, and a process forked after that cannot use it: spawn there.
 _context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu"))
@@ -37,9 +40,6 @@ def _warm() -> None:
     _context.set_forkserver_preload(["warm_ranks"])
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), *sys.path])):
         forkserver.ensure_running()
-
-
-_made_by_compilers = tempfile.TemporaryDirectory(prefix="freescale-tests-")
 
 
 class RankFailed(AssertionError):
@@ -92,7 +92,7 @@ def run_ranks(
         for rank in range(world):
             ours, theirs = _context.Pipe(duplex=False)
             own = {**(env or {}), **(env_of or {}).get(rank, {})}
-            their_env = {"TORCHINDUCTOR_CACHE_DIR": _made_by_compilers.name, **own}
+            their_env = {"TORCHINDUCTOR_CACHE_DIR": str(session_folder.path() / "compiled"), **own}
             p = _context.Process(
                 target=_rank,
                 args=(fn, rank, world, os.path.join(folder, "store"), group_timeout or timeout, their_env, own, theirs, args),

@@ -5,6 +5,7 @@ It knows nothing of freescale, and starts no thread that a fork would lose: so n
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 
@@ -31,3 +32,4 @@ def _warm_up() -> None:
 
 
 _warm_up()
+gc.freeze()  # a rank's garbage collector need not visit all of torch again and again
