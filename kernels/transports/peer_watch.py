@@ -11,20 +11,42 @@ import contextlib
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from freescale.kernels.transports.base import CopyTransport
+from freescale.kernels.transports.in_flight import InFlight
+from freescale.kernels.transports.shared_segment import PeerLiveness
 
 _INTERVAL = 0.05  # seconds
 
 
-def start_watching(transport: CopyTransport, stop: threading.Event) -> None:
+class WatchedTransport(Protocol):
+    """What the thread needs of a transport."""
+
+    name: str
+    driver: Any
+    timeout: float
+    global_rank: int
+    error: str | None
+    in_flight: InFlight
+    liveness: PeerLiveness | None
+
+    def missing_peers(self) -> set[int]: ...
+
+    def describe_peers(self, peers: Iterable[int]) -> str: ...
+
+    def fail(self, reason: str, culprits: set[int]) -> None: ...
+
+    def release_waits(self) -> None: ...
+
+
+
+def start_watching(transport: WatchedTransport, stop: threading.Event) -> None:
     arguments = (weakref.ref(transport), stop)
     threading.Thread(target=_watch, args=arguments, name=f"freescale-{transport.name}", daemon=True).start()
 
 
-def look_for_failure(transport: CopyTransport) -> None:
+def look_for_failure(transport: WatchedTransport) -> None:
     """One look of the watching thread."""
     oldest = transport.in_flight.oldest()
     if oldest is None:
@@ -47,7 +69,7 @@ def look_for_failure(transport: CopyTransport) -> None:
         transport.fail(f"{what}: {transport.describe_peers(silent)} silent for {age:.1f} s", silent)
 
 
-def _watch(transport_ref: weakref.ref[CopyTransport], stop: threading.Event) -> None:
+def _watch(transport_ref: weakref.ref[WatchedTransport], stop: threading.Event) -> None:
     bound = False
     while not stop.wait(_INTERVAL):
         transport = transport_ref()
