@@ -26,10 +26,12 @@ class WatchedTransport(Protocol):
     name: str
     driver: Any
     timeout: float
-    global_rank: int
     error: str | None
     in_flight: InFlight
     liveness: PeerLiveness | None
+
+    @property
+    def global_rank(self) -> int: ...
 
     def missing_peers(self) -> set[int]: ...
 
