@@ -26,6 +26,7 @@ class WatchedTransport(Protocol):
     name: str
     driver: Any
     timeout: float
+    rank: int
     error: str | None
     in_flight: InFlight
     liveness: PeerLiveness | None
