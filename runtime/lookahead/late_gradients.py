@@ -42,7 +42,7 @@ def apply(exchange: Exchange, plan: StepPlan) -> None:
     """Send and apply the late gradients of a step, which has them. Every rank does so at the same place."""
     late = plan.late_gradients()
     torch.ops.freescale.exchange_backward(
-        exchange.anchor.detach(), late.grad, *late.own, *late.counts, late.own[1].shape[0], LATE,
+        exchange.anchor.detach(), late.grad, *late.update, *late.counts, late.update.order.shape[0], LATE,
         exchange.name, exchange.group_name
     )  # fmt: skip
     assert plan.late_slot is not None

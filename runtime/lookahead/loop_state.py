@@ -190,8 +190,8 @@ class LoopState:
         """The gradients that will not be applied, in words; empty if it is nothing."""
         tables = []
         for x, plan in dict((*self._pending(), *self._incomplete())).items():
-            assert plan.late_index is not None
-            computed, owned = plan.late_index.shape[0], plan.late_own[0].shape[0]
+            assert plan.late_index is not None and plan.late_update is not None
+            computed, owned = plan.late_index.shape[0], plan.late_update.rows.shape[0]
             if computed or owned:
                 tables.append(
                     f"gradients of step {int(plan.step)} for table {x.name} were not applied: {computed} rows that "

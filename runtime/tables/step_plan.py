@@ -9,14 +9,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from freescale.compat import dynamo
 from freescale.kernels.planning import exchange_plan
 
-Tensors = tuple[torch.Tensor, ...]
+
+class Counts(NamedTuple):
+    """Rows to and from each rank, [world] each."""
+
+    send: torch.Tensor
+    recv: torch.Tensor
+
+
+class UrgentRows(NamedTuple):
+    rows: torch.Tensor  # the owner's, by requester
+    send_counts: torch.Tensor  # to requesters
+    recv_counts: torch.Tensor  # from owners
+
+
+class OwnerUpdate(NamedTuple):
+    """The owner's unique rows, and where the gradients for each of them are among those that arrive."""
+
+    rows: torch.Tensor
+    order: torch.Tensor
+    ends: torch.Tensor
+
+
+class UrgentGradients(NamedTuple):
+    index: torch.Tensor  # the requester's unique keys
+    rows: torch.Tensor  # these three as in OwnerUpdate
+    order: torch.Tensor
+    ends: torch.Tensor
+    send_counts: torch.Tensor  # to owners
+    recv_counts: torch.Tensor  # from requesters
 
 
 @dataclass
@@ -24,8 +52,8 @@ class LateGradients:
     """Gradients that a step left for the next one: `grad` on the requester, the rest to apply them on the owner."""
 
     grad: torch.Tensor  # [n, dim]
-    own: Tensors  # owner: rows, order, ends
-    counts: Tensors  # [world] rows to each owner, rows from each requester
+    update: OwnerUpdate
+    counts: Counts  # to owners, from requesters
 
     def __post_init__(self) -> None:
         dynamo.mark_static(self.grad, 1)
@@ -33,24 +61,24 @@ class LateGradients:
 
 @dataclass
 class StepPlan:
-    """One batch of one exchange. Chunks are named as in the design: urgent, early (rows); urgent (`back`), late."""
+    """One batch of one exchange, in chunks: urgent and early rows; urgent and late gradients."""
 
     step: torch.Tensor  # [] number of the batch, for errors
     ids: torch.Tensor  # the ids that were planned
     inverse: torch.Tensor  # position -> place in (early rows, urgent rows)
     order: torch.Tensor  # the requester's duplicates, brought together by ascending key
     ends: torch.Tensor
-    urgent: Tensors  # owner's rows, counts to requesters, counts from owners
+    urgent: UrgentRows
     early_rows: torch.Tensor
-    early_counts: Tensors  # to requesters, from owners
+    early_counts: Counts  # to requesters, from owners
     early_slots: torch.Tensor  # [rows that arrive early]; only its length matters
     arrived: torch.Tensor  # [same, dim]; launched, not waited for, by the step before
     # Known once the batch after it is known:
-    back: Tensors = ()  # requester's unique keys, owner's rows, order, ends, counts to owners, counts from requesters
+    urgent_gradients: UrgentGradients | None = None
     late_index: torch.Tensor | None = None  # requester's unique keys
     late_slot: torch.Tensor | None = None  # its gradient will be the late gradients
-    late_own: Tensors = ()
-    late_counts: Tensors = ()
+    late_update: OwnerUpdate | None = None
+    late_counts: Counts | None = None
     backwards: int = 0  # how many backward passes have handed late gradients over
     settings: Any = None  # of the table in the backward pass whose late gradients are pending
     before: LateGradients | None = None
@@ -60,7 +88,7 @@ class StepPlan:
     stats: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for counts in (*self.urgent[1:], *self.early_counts):
+        for counts in (self.urgent.send_counts, self.urgent.recv_counts, *self.early_counts):
             dynamo.mark_static(counts)
 
     def late_gradients(self) -> LateGradients:
@@ -71,14 +99,16 @@ class StepPlan:
             return no_late_gradients(self)
         if grad.shape[0] == 0:  # autograd gave it the strides of the slot
             grad = grad.new_empty(0, grad.shape[1])
-        return LateGradients(grad.contiguous(), self.late_own, self.late_counts)
+        assert self.late_update is not None and self.late_counts is not None
+        return LateGradients(grad.contiguous(), self.late_update, self.late_counts)
 
 
 def no_late_gradients(p: StepPlan) -> LateGradients:
     """What a step without a backward pass leaves. `p`: any step of the exchange."""
     index = p.arrived.new_empty(0, dtype=torch.int64)
-    zeros = tuple(dynamo.mark_static(torch.zeros_like(p.urgent[1])) for _ in range(2))
-    return LateGradients(p.arrived.new_empty(0, p.arrived.shape[1]), (index, index.clone(), index.clone()), zeros)
+    zeros = Counts(*(dynamo.mark_static(torch.zeros_like(p.urgent.send_counts)) for _ in range(2)))
+    update = OwnerUpdate(index, index.clone(), index.clone())
+    return LateGradients(p.arrived.new_empty(0, p.arrived.shape[1]), update, zeros)
 
 
 def plan_rows(
@@ -93,9 +123,9 @@ def plan_rows(
         inverse=exchange_plan.merged_inverse(exchange_plan.inverse_index(requests.needed), (early, urgent)),
         order=requests.needed.order,
         ends=requests.needed.ends,
-        urgent=(urgent.rows, urgent.send_counts, urgent.recv_counts),
+        urgent=UrgentRows(urgent.rows, urgent.send_counts, urgent.recv_counts),
         early_rows=early.rows,
-        early_counts=(early.send_counts, early.recv_counts),
+        early_counts=Counts(early.send_counts, early.recv_counts),
         early_slots=torch.empty(n_early, dtype=torch.uint8),
         arrived=anchor.new_empty(0, anchor.shape[1]),
         stats=_row_stats(requests, rows, anchor),
@@ -104,18 +134,21 @@ def plan_rows(
 
 def plan_gradients(p: StepPlan, gradients: exchange_plan.Split) -> None:
     """The backward half: `gradients.urgent` are those that the next batch needs (urgent)."""
-    back, late = gradients
-    p.back = (back.index, *exchange_plan.deduplicate(back.rows), back.recv_counts, back.send_counts)
+    urgent, late = gradients
+    own = exchange_plan.deduplicate(urgent.rows)
+    p.urgent_gradients = UrgentGradients(
+        urgent.index, own.values, own.order, own.ends, urgent.recv_counts, urgent.send_counts
+    )
     p.late_index = late.index
-    p.late_own = tuple(exchange_plan.deduplicate(late.rows))
-    p.late_counts = (late.recv_counts, late.send_counts)
-    for counts in (*p.back[4:], *p.late_counts):
+    p.late_update = OwnerUpdate(*exchange_plan.deduplicate(late.rows))
+    p.late_counts = Counts(late.recv_counts, late.send_counts)
+    for counts in (p.urgent_gradients.send_counts, p.urgent_gradients.recv_counts, *p.late_counts):
         dynamo.mark_static(counts)
     n, dim = late.index.shape[0], p.arrived.shape[1]
     # A tensor that only has a shape: all its elements are the same one. Its gradient is what is wanted.
     p.late_slot = p.arrived.new_empty(1).as_strided((n, dim), (0, 0)).requires_grad_()
     row_bytes = dim * p.arrived.element_size()
-    p.stats["bytes_back_urgent"], p.stats["bytes_late"] = back.index.shape[0] * row_bytes, n * row_bytes
+    p.stats["bytes_back_urgent"], p.stats["bytes_late"] = urgent.index.shape[0] * row_bytes, n * row_bytes
 
 
 def _row_stats(requests: exchange_plan.Requests, rows: exchange_plan.Split, anchor: torch.Tensor) -> dict[str, int]:
@@ -144,15 +177,18 @@ def rows_to_device(p: StepPlan) -> None:
     """
     to = partial(_to, p.arrived.device)
     p.ids, p.inverse, p.order, p.ends, p.early_rows = map(to, (p.ids, p.inverse, p.order, p.ends, p.early_rows))
-    p.urgent = (to(p.urgent[0]), *p.urgent[1:])
+    p.urgent = p.urgent._replace(rows=to(p.urgent.rows))
 
 
 def gradients_to_device(p: StepPlan) -> None:
     """The same for the backward half, which is complete."""
-    assert p.late_index is not None
+    assert p.urgent_gradients is not None and p.late_index is not None and p.late_update is not None
     to = partial(_to, p.arrived.device)
-    p.back = (*map(to, p.back[:4]), *p.back[4:])
-    p.late_index, p.late_own = to(p.late_index), tuple(map(to, p.late_own))
+    urgent = p.urgent_gradients
+    p.urgent_gradients = urgent._replace(
+        index=to(urgent.index), rows=to(urgent.rows), order=to(urgent.order), ends=to(urgent.ends)
+    )
+    p.late_index, p.late_update = to(p.late_index), OwnerUpdate(*map(to, p.late_update))
 
 
 def _to(device: torch.device, t: torch.Tensor) -> torch.Tensor:
@@ -162,16 +198,16 @@ def _to(device: torch.device, t: torch.Tensor) -> torch.Tensor:
 def plan_without_rows(p: StepPlan) -> StepPlan:
     """What the last step fetches for the batch after it: no rows."""
     index = torch.empty(0, dtype=torch.int64)
-    zero = torch.zeros_like(p.urgent[1])
+    zero = torch.zeros_like(p.urgent.send_counts)
     return StepPlan(
         step=p.step + 1,
         ids=index,
         inverse=index,
         order=index,
         ends=index,
-        urgent=(index, zero, zero.clone()),
+        urgent=UrgentRows(index, zero, zero.clone()),
         early_rows=index.clone(),
-        early_counts=(zero.clone(), zero.clone()),
+        early_counts=Counts(zero.clone(), zero.clone()),
         early_slots=torch.empty(0, dtype=torch.uint8),
         arrived=p.arrived.new_empty(0, p.arrived.shape[1]),
     )

@@ -80,10 +80,11 @@ class Exchange:
         if p.used:
             _refuse_second_lookup(self.name)
         p.used = True
+        assert p.urgent_gradients is not None
         token = _ops.expect_ids(self.anchor.detach(), ids, p.ids, p.step, self.name)
         embedded = PlannedRows.apply(
-            self.anchor, p.late_slot, token, _wait(p.arrived), p.inverse, p.order, p.ends, *p.urgent, *p.back,
-            p.late_index, divide_by, self.name, self.group_name
+            self.anchor, p.late_slot, token, _wait(p.arrived), p.inverse, p.order, p.ends, *p.urgent,
+            *p.urgent_gradients, p.late_index, divide_by, self.name, self.group_name
         )  # fmt: skip
         # Gradients of the step before that this batch does not need; then rows for the next batch. No row of either is
         # among those above, so their place among the compute is free.
@@ -91,7 +92,7 @@ class Exchange:
         assert late is not None and following is not None
         names = (self.name, self.background_group_name)
         updated = _ops.exchange_backward(
-            token, late.grad, *late.own, *late.counts, late.own[1].shape[0], LATE, *names
+            token, late.grad, *late.update, *late.counts, late.update.order.shape[0], LATE, *names
         )
         following.arrived = _ops.all_to_all_rows_launch(
             updated, following.early_rows, *following.early_counts, following.early_slots.shape[0], EARLY, *names

@@ -203,7 +203,7 @@ def check_forward(case, threads, rank, t, p, before):
     """Rows reach every position; the law: all unique rows travel once, and only the colliding ones are urgent."""
     step, owner = p.step, torch.full((1,), rank)
     early = threads.exchange(number(step.early_rows, owner), step.early_counts[1], step.early_counts[0], rank)
-    urgent = threads.exchange(number(step.urgent[0], owner), step.urgent[2], step.urgent[1], rank)
+    urgent = threads.exchange(number(step.urgent.rows, owner), step.urgent.recv_counts, step.urgent.send_counts, rank)
     assert early.shape[0] == step.early_slots.shape[0]
     got = torch.cat([early, urgent])[step.inverse].tolist()
     assert [tuple(g) for g in got] == [case.place(k) for k in case.keys(t, rank)]
@@ -211,7 +211,7 @@ def check_forward(case, threads, rank, t, p, before):
     assert step.stats["bytes_urgent"] == row_bytes * len(mine & before) == row_bytes * step.stats["colliding_rows"]
     assert step.stats["bytes_urgent"] + step.stats["bytes_early"] == row_bytes * len(mine)
     assert step.stats["bytes_urgent_per_value"] == row_bytes * sum(k in before for k in case.keys(t, rank))
-    on_the_wire = sum(int(c.sum()) for c in (step.urgent[1], step.early_counts[0]))
+    on_the_wire = sum(int(c.sum()) for c in (step.urgent.send_counts, step.early_counts.send))
     pairs = {(r, k) for r in range(case.world) for k in case.keys(t, r) if case.place(k)[0] == rank}
     assert on_the_wire == len(pairs)
 
@@ -224,12 +224,12 @@ def number(rows: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
 def check_backward(case, threads, rank, t, p):
     """Each owner sums a row's gradients in the order of the requesters, each row once and in one class."""
     step, seen = p.step, []
-    back_index, *back_own, back_send, back_recv = step.back
+    back_index, *back_own, back_send, back_recv = step.urgent_gradients
     mine = Counter(case.keys(t, rank))
     unique = sorted(mine, key=case.place)
     for index, own, send, recv in (
         (back_index, back_own, back_send, back_recv),
-        (step.late_index, step.late_own, *step.late_counts),
+        (step.late_index, step.late_update, *step.late_counts),
     ):
         # instead of a gradient: who sends it, for which row, how often the row occurred there
         said = [[rank, case.place(unique[i])[1], mine[unique[i]]] for i in index.tolist()]

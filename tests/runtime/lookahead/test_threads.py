@@ -40,7 +40,7 @@ def _on_the_host(p: step_plan.StepPlan) -> list[str]:
     """What a graph would read on the device and find on the host."""
     read: dict[str, tuple[Any, ...]] = {
         "ids": (p.ids,), "inverse": (p.inverse,), "order": (p.order,), "ends": (p.ends,), "urgent": p.urgent[:1],
-        "early_rows": (p.early_rows,), "back": p.back[:4], "late_index": (p.late_index,), "late_own": p.late_own,
+        "early_rows": (p.early_rows,), "urgent_gradients": p.urgent_gradients[:4], "late_index": (p.late_index,), "late_update": p.late_update,
         "late_slot": (p.late_slot,),
     }  # fmt: skip
     return [name for name, tensors in read.items() if not tensors or any(t.device.type == "cpu" for t in tensors)]
@@ -87,7 +87,7 @@ def test_a_plan_is_on_the_device_whenever_the_batch_before_it_is_handed_out(monk
         item.plans[0].next = step_plan.plan_without_rows(item.plans[0])
         run.hand_out(item, {})
         assert _on_the_host(item.plans[0]) == [], f"the batch before was handed out at line {line} of plan_gradients"
-        assert all(t.device.type == "cpu" for t in (*item.plans[0].back[4:], *item.plans[0].late_counts))
+        assert all(t.device.type == "cpu" for t in (*item.plans[0].urgent_gradients[4:], *item.plans[0].late_counts))
     raise AssertionError("plan_gradients has no end")
 
 
