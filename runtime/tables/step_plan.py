@@ -39,7 +39,7 @@ class OwnerUpdate(NamedTuple):
 
 
 class UrgentGradients(NamedTuple):
-    index: torch.Tensor  # the requester's unique keys
+    keys: torch.Tensor  # the requester's unique ones
     rows: torch.Tensor  # these three as in OwnerUpdate
     order: torch.Tensor
     ends: torch.Tensor
@@ -186,7 +186,7 @@ def gradients_to_device(p: StepPlan) -> None:
     to = partial(_to, p.arrived.device)
     urgent = p.urgent_gradients
     p.urgent_gradients = urgent._replace(
-        index=to(urgent.index), rows=to(urgent.rows), order=to(urgent.order), ends=to(urgent.ends)
+        keys=to(urgent.keys), rows=to(urgent.rows), order=to(urgent.order), ends=to(urgent.ends)
     )
     p.late_index, p.late_update = to(p.late_index), OwnerUpdate(*map(to, p.late_update))
 
