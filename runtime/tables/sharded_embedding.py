@@ -87,18 +87,17 @@ class ShardedEmbedding(nn.Module):
         self.lr, self.eps = settings
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        row_kernels.step_rows(self.weight, self._momentum(), rows, grads, self.lr, self.eps)
+        momentum = self.momentum if self.optimizer == "rowwise_adagrad" else None
+        row_kernels.step_rows(self.weight, momentum, rows, grads, self.lr, self.eps)
 
     def sum_and_update(
         self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
     ) -> None:
         """As apply_update with the sums of sum_rows. A row comes at most once from each rank."""
+        momentum = self.momentum if self.optimizer == "rowwise_adagrad" else None
         row_kernels.update_rows(
-            self.weight, self._momentum(), grad, rows, order, ends, self.lr, self.eps, self.optimizer, len(self.shards)
+            self.weight, momentum, grad, rows, order, ends, self.lr, self.eps, self.optimizer, len(self.shards)
         )
-
-    def _momentum(self) -> torch.Tensor | None:
-        return self.momentum if self.optimizer == "rowwise_adagrad" else None
 
     def describe(self, feature: int) -> str:
         return f"table {self.name!r}, which has {self.num_embeddings} rows"
