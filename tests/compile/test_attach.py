@@ -133,7 +133,7 @@ def _sharded(inner: nn.Module, ddp: bool = False) -> Any:
 
 def _trec() -> nn.Module:
     torch.manual_seed(0)
-    return trec.Model()
+    return trec.Model(small=True)
 
 
 TORCHREC = (

@@ -36,7 +36,7 @@ WAYS = (_eager, _wrapped, _in_place)
 
 def _build(seed: int, ddp: bool) -> Any:
     torch.manual_seed(seed)
-    return trec.shard(trec.Model(), trec.LAYOUTS["mixed"], "rowwise_adagrad", ddp)
+    return trec.shard(trec.Model(small=True), trec.LAYOUTS["mixed"], "rowwise_adagrad", ddp)
 
 
 def _values(model: Any) -> dict[str, torch.Tensor]:

@@ -98,7 +98,7 @@ def _torchrec() -> bool:
 
     def loop(wrapped: bool, mode: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
         torch._dynamo.reset()
-        model = trec.build("mixed", "rowwise_adagrad")
+        model = trec.build("mixed", "rowwise_adagrad", small=True)
         run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager"})
         batches: Any = [trec.batch(step, dist.get_rank(), none=False) for step in range(7)]
         seen = []

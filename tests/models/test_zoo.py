@@ -180,7 +180,7 @@ def test_with_look_ahead(names, life):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names", (
-    ["ManyTasks", "SASRec", "DLRM"],
+    ["ManyTasks"],
     *(pytest.param(some, marks=slow) for some in (PLANNED[:3], PLANNED[3:6], PLANNED[6:])),
 ))  # fmt: skip
 def test_generated_code(names):

@@ -39,31 +39,39 @@ LAYOUTS = {
 }
 
 
-class Model(nn.Module):
-    """A collection and a small dense part; every feature reaches the loss."""
+SMALL = ("item", "user")
 
-    def __init__(self, dim: int = 8) -> None:
+
+class Model(nn.Module):
+    """A collection and a small dense part; every feature reaches the loss.
+
+    `small`: of two tables, where the subject is not the tables; it compiles in half the time.
+    """
+
+    def __init__(self, dim: int = 8, small: bool = False) -> None:
         super().__init__()
         from torchrec import EmbeddingCollection
 
-        self.ec = EmbeddingCollection(tables=tables(dim), device=torch.device("cpu"))
+        mine = [t for t in tables(dim) if t.name in SMALL or not small]
+        self.ec = EmbeddingCollection(tables=mine, device=torch.device("cpu"))
+        self.names = ("history", "candidate", "user") + (() if small else ("tag@tag", "tag@tag2", "tiny"))
         self.mix = nn.Linear(dim, dim)
         self.out = nn.Linear(dim, 1)
 
     def forward(self, features, weight: torch.Tensor) -> torch.Tensor:
         found = self.ec(features)
         total = weight.sum() * 0.0
-        for name in ("history", "candidate", "user", "tag@tag", "tag@tag2", "tiny"):
+        for name in self.names:
             values = found[name].values()
             hidden = torch.tanh(self.mix(values))
             total = total + (self.out(hidden) * values.sum(1, keepdim=True)).sum()
         return total / 16.0
 
 
-def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8, **fused: Any) -> Any:
+def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8, small: bool = False, **fused: Any) -> Any:
     """A sharded model; the same weights for every layout."""
     torch.manual_seed(0)
-    return shard(Model(dim), LAYOUTS[layout], optimizer, ddp, **fused)
+    return shard(Model(dim, small), LAYOUTS[layout], optimizer, ddp, **fused)
 
 
 def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = False, **fused: Any) -> Any:

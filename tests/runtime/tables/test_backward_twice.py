@@ -172,7 +172,7 @@ def _torchrec(codegen: str) -> tuple[bool, float]:
     torch._functorch.config.donated_buffer = False
 
     def train(compiled: bool, wrapped: bool) -> dict[str, torch.Tensor]:
-        model = trec.build("row_wise", "rowwise_adagrad")
+        model = trec.build("row_wise", "rowwise_adagrad", small=True)
         run: Any = model
         if compiled:
             run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": codegen})
@@ -191,7 +191,7 @@ def _torchrec(codegen: str) -> tuple[bool, float]:
 
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="no TorchRec")
-@pytest.mark.parametrize("codegen", ("eager", "inductor"))
+@pytest.mark.parametrize("codegen", ("eager", pytest.param("inductor", marks=pytest.mark.slow)))
 def test_torchrec_updates_once_per_backward(codegen):
     for bits, off in run_ranks(_torchrec, 2, codegen):
         assert bits and off <= 1e-6, off

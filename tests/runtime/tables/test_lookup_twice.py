@@ -75,7 +75,7 @@ class TwiceTorchRec(trec.Model):
 
 def _build() -> Any:
     torch.manual_seed(0)
-    return trec.shard(TwiceTorchRec(), trec.LAYOUTS["row_wise"], "rowwise_adagrad")
+    return trec.shard(TwiceTorchRec(small=True), trec.LAYOUTS["row_wise"], "rowwise_adagrad")
 
 
 def _pairs(steps: int, eager: bool = False) -> list[tuple[Any, torch.Tensor, Any]]:

@@ -104,7 +104,7 @@ def _torchrec(codegen: str) -> tuple[str, str]:
 
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
-@pytest.mark.parametrize("codegen", ("eager", "inductor"))
+@pytest.mark.parametrize("codegen", ("eager", pytest.param("inductor", marks=pytest.mark.slow)))
 def test_torchrec_tables_in_another_type_are_torchrecs_own(codegen):
     for eager, compiled in run_ranks(_torchrec, 2, codegen):
         assert eager == compiled
