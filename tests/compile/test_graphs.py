@@ -201,8 +201,8 @@ all_to_all_rows_launch_default = freescale.all_to_all_rows_launch(expect_ids, pr
 wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_rows_launch_default)  # float32[-s46 + s64, 8]
 cat = aten.cat([wait_tensor, wait_tensor_default])  # float32[s64, 8]
 index = aten.index.Tensor(cat, [primals_14])  # float32[s14, 8]
-all_to_all_launch_default = freescale.all_to_all_launch(primals_38, primals_43, primals_44, primals_35, 1, item, 3)  # float32[s74, 8]; late gradients, chunk, 32*s74 bytes
-wait_tensor_default_1 = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[s74, 8]
+all_to_all_launch_default = freescale.all_to_all_launch(primals_38, primals_43, primals_44, primals_35, 1, item, 3)  # float32[s66, 8]; late gradients, chunk, 32*s66 bytes
+wait_tensor_default_1 = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[s66, 8]
 update__default = freescale.update_(expect_ids, wait_tensor_default_1, primals_40, primals_36, primals_42, 1, item)  # float32[0, 8]
 all_to_all_rows_launch = freescale.all_to_all_rows_launch(update__default, primals_47, primals_48, primals_49, primals_45, 2, item, 3)  # float32[s1, 8]; early rows, chunk, 32*s1 bytes
 return [sum_1, all_to_all_rows_launch, primals_16, primals_18, primals_24, primals_26, primals_28, primals_30, primals_31, primals_32, primals_34, primals_50, expect_ids, tanh, primals_13, primals_27, primals_15, primals_17, primals_23, primals_25, primals_29, primals_10]""")
@@ -211,9 +211,9 @@ return [sum_1, all_to_all_rows_launch, primals_16, primals_18, primals_24, prima
         """Urgent gradients launched, waited for and applied; the late ones leave the graph as they are."""
         self.assertExpectedInline(_exchange_lines(self.planned["backward", "split_exchanges"]), """\
 sum_rows = freescale.sum_rows(mul_18, primals_16, primals_18)  # float32[s64, 8]
-index_1 = aten.index.Tensor(sum_rows, [primals_24])  # float32[s50, 8]
-all_to_all_launch_default = freescale.all_to_all_launch(index_1, primals_31, primals_32, primals_27, 0, item, 0)  # float32[s19, 8]; urgent gradients, chunk, 32*s19 bytes
-wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[s19, 8]
+index_1 = aten.index.Tensor(sum_rows, [primals_24])  # float32[s82, 8]
+all_to_all_launch_default = freescale.all_to_all_launch(index_1, primals_31, primals_32, primals_27, 0, item, 0)  # float32[s60, 8]; urgent gradients, chunk, 32*s60 bytes
+wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[s60, 8]
 update__default = freescale.update_(expect_ids, wait_tensor_default, primals_26, primals_28, primals_30, 0, item)  # float32[0, 8]
 index_2 = aten.index.Tensor(sum_rows, [primals_34])  # float32[s39, 8]
 return [None, None, update__default, None, None, None, None, None, None, None, None, index_2, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, mm_1, view]""")
