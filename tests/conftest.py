@@ -42,6 +42,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         session_folder.create().cleanup()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share an expensive fixture stay with one worker; so do those that make network interfaces."""
     for item in items:
