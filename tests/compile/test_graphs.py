@@ -8,27 +8,15 @@ from pathlib import Path
 import expecttest
 import pytest
 import torch
-from torch import nn
 
 from fake_world import fake_world, graphs_of
 from freescale.compat import version
+from one_table import Model
 from ranks import run_ranks, run_ranks_apart
 from repo import ROOT
 
 TORCH = version.torch_version()
 PAGE = ROOT / "docs" / "graphs.md"
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        import freescale
-
-        self.table = freescale.ShardedEmbedding(2048, 8, name="item")
-        self.out = nn.Linear(8, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.tanh(self.table(ids))).sum()
 
 
 def _texts(rank: int, world: int) -> dict[tuple[str, str], str]:

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from test_sharded_embedding import CASES, STEPS, Sharded, ids_of, plain
 
+from plain_table import CASES, STEPS, Sharded, ids_of, plain
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -87,7 +87,7 @@ def test_an_id_outside_its_table_is_an_error_on_every_rank():
 
 
 def _look_ahead():
-    from test_lookahead import Trainer, compilations, same
+    from two_tables import Trainer, compilations, same
 
     torch.cuda.set_device(0)
     for optimizer in ("sgd", "rowwise_adagrad"):
@@ -129,9 +129,8 @@ def test_a_loader_runs_on_the_device_of_the_loop():
 
 def _hundred_steps():
     """Losses and all state after 100 steps, look-ahead on and off, per optimizer; and which transport carried them."""
-    from test_lookahead import Trainer
-
     from freescale.kernels.transports import launch_record, open_transports
+    from two_tables import Trainer
 
     torch.cuda.set_device(0)
     found = {}

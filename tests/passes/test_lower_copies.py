@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-from test_graphs import Model
 
 from fake_world import fake_world, graphs_of
 from freescale import config, driver
 from freescale.kernels.transports import selection
+from one_table import Model
 from ranks import RankFailed, run_ranks_apart
 
 

@@ -6,9 +6,9 @@ import time
 
 import torch
 import torch.distributed as dist
-from test_lookahead import Batches, Trainer
 
 from ranks import run_ranks
+from two_tables import Batches, Trainer
 
 
 def _steps():

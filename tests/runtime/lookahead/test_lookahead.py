@@ -10,106 +10,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import trec
 from ranks import HAS_TORCHREC, run_ranks
-
-ROWS, DIM = 600, 4
-
-
-class Model(nn.Module):
-    """Two exchanges of different width, one row-wise, one on a single rank."""
-
-    def __init__(self, optimizer: str, device: str = "cpu") -> None:
-        super().__init__()
-        import freescale
-
-        torch.manual_seed(0)
-        world = dist.get_world_size()
-        kwargs = {"optimizer": optimizer, "lr": 0.1, "device": device}
-        self.item = freescale.ShardedEmbedding(ROWS, DIM, name="item", **kwargs)
-        self.user = freescale.ShardedEmbedding(
-            7, 2 * DIM, name="user", sharding="table_wise", owner=world - 1, **kwargs
-        )
-        self.mix = nn.Linear(DIM, DIM)
-        self.out = nn.Linear(2 * DIM, DIM)
-        self.to(device)
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        items = torch.tanh(self.mix(self.item(batch["item"])))
-        users = torch.tanh(self.out(self.user(batch["user"])))
-        return ((items**2).sum() + (users**2).sum() + items.sum() * users.sum()) / 64
-
-
-class Batches:
-    """Consecutive batches share about `share` of their unique rows: ids from a window that moves over the table."""
-
-    def __init__(self, steps: int, share: float, first: int = 0) -> None:
-        self.steps, self.share, self.first = steps, share, first
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self):
-        width = 40
-        for step in range(self.first, self.first + self.steps):
-            g = torch.Generator().manual_seed(100 * step + dist.get_rank())
-            start = int(step * width * (1 - self.share))
-            n = 0 if (step + dist.get_rank()) % 9 == 8 else 20 + (7 * step + dist.get_rank()) % 60
-            window = torch.randint(0, width, (n,), generator=g)
-            if self.share == 1.0:  # every row of the window, some of them twice, so that all collide
-                window = torch.cat([torch.randperm(width, generator=g), window])
-            items = (start + window) % ROWS
-            yield {"item": items, "user": torch.randint(0, 7, (n // 10,), generator=g)}
-
-
-class Trainer:
-    """One model, compiled once; every run starts from the same weights unless it is given others."""
-
-    def __init__(self, optimizer: str, passes: str = "all", codegen: str = "eager", device: str = "cpu") -> None:
-        import freescale.backend as backend
-
-        backend.COMPILED.clear()
-        self.device = device
-        self.model = Model(optimizer, device)
-        self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
-        options = {"codegen": codegen, "passes": passes, "strict": True}
-        self.compiled = torch.compile(self.model, backend="freescale", fullgraph=True, options=options)
-
-    def train(self, share: float, steps: int, wrapped: bool, first: int = 0, state=None):
-        """A plain loop. Returns losses; every parameter, row and optimizer state; the loader's stats."""
-        import freescale
-
-        self.model.load_state_dict(self.start if state is None else state)
-        loader = Batches(steps, share, first)
-        loader = freescale.LookaheadLoader(loader, self.compiled) if wrapped else loader
-        dense = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        losses = []
-        for number, batch in enumerate(loader, first):
-            for table in (self.model.item, self.model.user):
-                table.lr = 0.1 / (1 + number % 7)  # a schedule: every update has that of its own step
-            dense.zero_grad(set_to_none=False)
-            loss = self.compiled({k: v.to(self.device) for k, v in batch.items()})
-            loss.backward()
-            for p in self.model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= dist.get_world_size()
-            dense.step()
-            losses.append(float(loss.detach()))
-        state = {k: v.clone() for k, v in self.model.state_dict().items()}
-        return losses, state, loader.stats() if wrapped else []
-
-
-def compilations() -> int:
-    import freescale.backend as backend
-
-    return max(backend.COMPILED.values())
-
-
-def same(a, b) -> bool:
-    return a[0] == b[0] and all(torch.equal(a[1][k], b[1][k]) for k in a[1])
-
+from two_tables import Trainer, compilations, same
 
 SHARES = (0.0, 0.12, 0.7, 1.0)
 
@@ -185,8 +89,8 @@ def _inductor():
 
 
 def test_inductor_agrees():
-    for worst, compilations in run_ranks(_inductor, 2):
-        assert worst <= 1e-6 and compilations <= 2
+    for worst, compiled in run_ranks(_inductor, 2):
+        assert worst <= 1e-6 and compiled <= 2
 
 
 def _delayed():

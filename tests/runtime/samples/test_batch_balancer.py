@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import trec
+from ragged_batches import DIM, ROWS, batch_of
 from ranks import HAS_TORCHREC, run_ranks
 
-ROWS, DIM = 50, 4
 TENSORS = ("item", "item_lengths", "user", "dense", "label")
 
 
@@ -38,19 +38,6 @@ class Model(nn.Module):
         pooled = users.new_zeros(users.shape).index_add(0, sample, torch.tanh(self.mix(items)))
         scores = (torch.tanh(pooled) * (users + self.out(batch["dense"]))).sum(1)
         return (((scores - batch["label"]) ** 2) * weight).sum()
-
-
-def batch_of(step: int, rank: int, samples: int) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(1000 * step + rank)
-    lengths = (torch.rand(samples, generator=g) * 3).exp().long() - 1
-    return {
-        "item": torch.randint(0, ROWS, (int(lengths.sum()),), generator=g),
-        "item_lengths": lengths,
-        "user": torch.randint(0, 9, (samples,), generator=g),
-        "dense": torch.randn(samples, 3, generator=g, dtype=torch.float64),
-        "label": torch.rand(samples, generator=g, dtype=torch.float64),
-        "words": [f"{step} {rank} {i}" for i in range(samples)],
-    }
 
 
 # Samples of each rank and step: usual ones, one rank without any, nobody with any, fewer than ranks, uneven.

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from test_batch_balancer import DIM, ROWS, batch_of
 from torch import nn
 
 from freescale.runtime import batch_structure as structures
 from freescale.runtime.balance.integer_problem import BalanceError
 from freescale.runtime.samples import sample_columns, split_batch
 from interpreted import needs_gpu
+from ragged_batches import DIM, ROWS, batch_of
 from ranks import run_ranks
 
 # ---- cut and build, without other ranks ----------------------------------------------------------------------------
