@@ -10,7 +10,7 @@ if ls dist/freescale-*.whl >/dev/null 2>&1; then
 else
     python3 -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" . || exit 1
 fi
-export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
+export PYTHONPATH="$site:$PWD/tests/support${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 results=${OUT:-benchmarks/results}
 mkdir -p "$results"
 (cd "$site" && python3 -m freescale doctor)
