@@ -20,6 +20,7 @@ FOLDERS = {"freescale": "fs_compile", "freescale.passes": "passes", "freescale.k
 ROOMS = (
     "freescale.compat",
     "freescale.config",
+    "freescale.kernels.native",
     "freescale.kernels.ops",
     "freescale.kernels.planning",
     "freescale.kernels.transports",

@@ -133,14 +133,18 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked
 
 
+def _sources(folder: Path) -> list[Path]:
+    return [f for pattern in ("*.py", "*.c") for f in folder.rglob(pattern)]
+
+
 def test_wheel_holds_one_package_and_every_source_file(unpacked: Path):
     tops = sorted(p.name for p in unpacked.iterdir())
     assert tops[0] == "freescale" and len(tops) == 2 and tops[1].endswith(".dist-info")
-    packed = {str(p.relative_to(unpacked)) for p in (unpacked / "freescale").rglob("*.py")}
+    packed = {str(p.relative_to(unpacked)) for p in _sources(unpacked / "freescale")}
     ours = {
         str(Path(name.replace(".", "/")) / f.relative_to(ROOT / folder))
         for name, folder in FOLDERS.items()
-        for f in (ROOT / folder).rglob("*.py")
+        for f in _sources(ROOT / folder)
     }
     assert packed == ours
 
