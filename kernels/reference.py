@@ -93,7 +93,7 @@ def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
     with launch_record.record_host_wait("planning in the step"):
         requests = row_requests.request_rows([i.cpu() for i in ids], firsts, sizes, owners, table, group)
     needed, own = requests.needed, exchange_plan.deduplicate(requests.rows)
-    as_requester = [t.to(device) for t in (exchange_plan.inverse_index(needed), needed.order, needed.ends)]
+    as_requester = [t.to(device) for t in (requests.inverse, needed.order, needed.ends)]
     as_owner = [t.to(device) for t in (own.values, own.order, own.ends)]
     return (*as_requester, requests.recv_counts, requests.rows.to(device), requests.send_counts, *as_owner)
 

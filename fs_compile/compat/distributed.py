@@ -37,6 +37,13 @@ def gather_ints(mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]
     return [h.tolist() for h in heard]
 
 
+def all_to_all(
+    out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup
+) -> None:
+    """dist.all_to_all_single without what it does around it, which takes as long as a small message."""
+    group.alltoall_base(out, x, recv, send).wait()
+
+
 def hang_up(group: dist.ProcessGroup) -> None:
     """Close this rank's connections of a gloo group: what its peers wait for fails at once, there and here.
 
@@ -85,5 +92,6 @@ def probe() -> None:
     assert hasattr(dist.distributed_c10d, "_get_default_store")
     assert hasattr(dist.ProcessGroup, "_device_types")
     assert hasattr(dist.ProcessGroup, "allgather") and hasattr(dist.ProcessGroup, "recv")
+    assert hasattr(dist.ProcessGroup, "alltoall_base")
     assert hasattr(dist.ProcessGroup, "_get_backend") and dist.default_pg_timeout > timedelta(0)
     assert callable(symmetric.empty) and callable(symmetric.rendezvous)

@@ -2,6 +2,8 @@
 
 Every row that this exchange serves has a *key*: owners one after the other, each owner's rows in their order.
 So sorting keys groups them by owner, and a key minus its owner's first key is the row in the owner's shard.
+
+What is written here in torch and NumPy is the definition. Where C code can be built (native_plan.py), that does it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from freescale.kernels.planning import native_plan
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Deduplicated(NamedTuple):
 
 def deduplicate(values: torch.Tensor) -> Deduplicated:
     """`values` must not be negative. The result is int64, whatever they are."""
+    if native_plan.library() is not None:
+        return Deduplicated(*native_plan.deduplicate(values))
     if values.dtype == torch.int64 and values.numpy().max(initial=0) <= INT32_MAX:
         values = values.int()  # half the bytes to sort
     ordered, order = torch.sort(values, stable=True)
@@ -135,6 +141,42 @@ def first_invalid_id(ids: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple
     return None
 
 
+class OwnRequests(NamedTuple):
+    """What this rank needs in a batch, before any other rank knows of it."""
+
+    needed: Deduplicated  # keys, ascending, so owner after owner
+    inverse: torch.Tensor  # position -> which of the keys
+    rows: torch.Tensor  # of each key, the row at its owner
+    recv_counts: torch.Tensor  # [world] how many of the keys each owner has
+
+
+class InvalidId(NamedTuple):
+    """The first id that its table does not have."""
+
+    feature: int
+    id: int
+
+
+def own_requests(
+    ids: Sequence[torch.Tensor], first_rows: Sequence[int], table_sizes: Sequence[int], owners: OwnerMap
+) -> OwnRequests | InvalidId:
+    """`first_rows`: the row number of each feature's table's row 0."""
+    if native_plan.library() is not None:
+        result = native_plan.own_requests(ids, first_rows, table_sizes, *owners)
+        if len(result) == 2:
+            return InvalidId(*result)
+        keys, order, ends, inverse, rows, counts = result
+        return OwnRequests(Deduplicated(keys, order, ends), inverse, rows, counts)
+    invalid = first_invalid_id(ids, table_sizes)
+    if invalid is not None:
+        return InvalidId(*invalid)
+    numbers = torch.cat([i.long() + first for i, first in zip(ids, first_rows, strict=True)])
+    needed = deduplicate_by_key(numbers, owners)
+    counts = counts_per_owner(needed.values, owners)
+    rows = needed.values - torch.repeat_interleave(owners.starts[:-1], counts)
+    return OwnRequests(needed, inverse_index(needed), rows, counts)
+
+
 # ---- look-ahead: which rows can travel when --------------------------------------------------------------------
 
 
@@ -145,6 +187,7 @@ class Requests(NamedTuple):
     recv_counts: torch.Tensor  # [world] how many of them each owner has
     rows: torch.Tensor  # rows of this rank that others need, by requester, each requester's ascending
     send_counts: torch.Tensor  # [world] how many each requester needs
+    inverse: torch.Tensor  # position -> which of the needed keys
 
 
 class Chunk(NamedTuple):
@@ -165,6 +208,10 @@ class Split(NamedTuple):
 
 def split_requests(requests: Requests, urgent_keys: torch.Tensor, urgent_rows: torch.Tensor) -> Split:
     """Two chunks, by masks of the requester's unique keys and of the owner's rows, which mark the same rows."""
+    if native_plan.library() is not None:
+        as_requester = native_plan.split(urgent_keys, None, requests.recv_counts)
+        as_owner = native_plan.split(urgent_rows, requests.rows, requests.send_counts)
+        return Split(Chunk(*as_requester[:2], *as_owner[:2]), Chunk(*as_requester[2:], *as_owner[2:]))
 
     def chunk(key_mask: torch.Tensor, row_mask: torch.Tensor) -> Chunk:
         index, kept = _indices(key_mask), _indices(row_mask)
@@ -189,6 +236,8 @@ def _counts_within(indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def intersection_masks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Which of `x` are among `y`, and which of `y` among `x`. None is negative."""
+    if native_plan.library() is not None:
+        return native_plan.intersection_masks(x, y)
     a, b = x.numpy(), y.numpy()
     largest = max(a.max(initial=0), b.max(initial=0))
     if largest > 64 * (a.shape[0] + b.shape[0]):  # few of many: number them densely, so that `table` stays small
@@ -201,8 +250,17 @@ def intersection_masks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, 
     return torch.from_numpy(table[a] == 2), torch.from_numpy(in_x.astype(bool))
 
 
-def merged_inverse(inverse: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
-    """Position -> place in the concatenation of the chunks' rows."""
-    places = torch.cat([c.index for c in chunks])
+def merged_inverse(inverse: torch.Tensor, early: Chunk, urgent: Chunk) -> torch.Tensor:
+    """Position -> place in (early rows, urgent rows)."""
+    if native_plan.library() is not None:
+        return native_plan.merge_inverse(inverse, early.index, urgent.index)
+    places = torch.cat([early.index, urgent.index])
     merged = torch.empty_like(places).scatter_(0, places, torch.arange(places.shape[0]))
     return merged.index_select(0, inverse)
+
+
+def entries_of(unique: Deduplicated, indices: torch.Tensor) -> int:
+    """How many positions have one of these distinct values."""
+    if native_plan.library() is not None:
+        return native_plan.segment_entries(unique.ends, indices)
+    return int(segment_sizes(unique.ends)[indices].sum())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
-from freescale.kernels.planning import exchange_plan
+from freescale.kernels.planning import exchange_plan, native_plan
 
 
 class IdOutsideTable(IndexError):
@@ -26,23 +26,16 @@ def request_rows(
     group: dist.ProcessGroup,
 ) -> exchange_plan.Requests:
     """Tell each owner which of its rows this rank needs. An invalid id on any rank raises on every rank."""
-    invalid = exchange_plan.first_invalid_id(ids, table_sizes)
-    if invalid is not None:
-        ids = [i[:0] for i in ids]
-    needed = exchange_plan.deduplicate_by_key(_row_numbers(ids, first_row_of_feature, owners), owners)
-    recv_counts = exchange_plan.counts_per_owner(needed.values, owners)
-    send_counts = exchange_request_counts(recv_counts, invalid, table, group)
-    first_key = torch.repeat_interleave(owners.starts[:-1], recv_counts)  # of the owner of each key
-    rows = first_key.new_empty(int(send_counts.sum()))
-    all_to_all_cpu(rows, needed.values - first_key, send_counts.tolist(), recv_counts.tolist(), group)
-    return exchange_plan.Requests(needed, recv_counts, rows, send_counts)
-
-
-def _row_numbers(
-    ids: Sequence[torch.Tensor], first_row_of_feature: Sequence[int], owners: exchange_plan.OwnerMap
-) -> torch.Tensor:
-    dtype = torch.int32 if int(owners.starts[-1]) <= exchange_plan.INT32_MAX else torch.int64
-    return torch.cat([i.to(dtype) + first for i, first in zip(ids, first_row_of_feature, strict=True)])
+    own = exchange_plan.own_requests(ids, first_row_of_feature, table_sizes, owners)
+    invalid = None
+    if isinstance(own, exchange_plan.InvalidId):
+        invalid, own = own, exchange_plan.own_requests([i[:0] for i in ids], first_row_of_feature, table_sizes, owners)
+    assert isinstance(own, exchange_plan.OwnRequests)
+    send_counts = exchange_request_counts(own.recv_counts, invalid, table, group)
+    send = send_counts.tolist()
+    rows = torch.empty(sum(send), dtype=torch.int64)
+    all_to_all_cpu(rows, own.rows, send, own.recv_counts.tolist(), group)
+    return exchange_plan.Requests(own.needed, own.recv_counts, rows, send_counts, own.inverse)
 
 
 def split_colliding(
@@ -57,8 +50,9 @@ def split_colliding(
     send = (after.send_counts, before.send_counts)
     recv = (after.recv_counts, before.recv_counts)
     flags = _interleave((rows_after, rows_before), send)
-    received = flags.new_empty(int(recv[0].sum() + recv[1].sum()))
-    all_to_all_cpu(received, flags, (recv[0] + recv[1]).tolist(), (send[0] + send[1]).tolist(), group)
+    recv_sizes = (recv[0] + recv[1]).tolist()
+    received = flags.new_empty(sum(recv_sizes))
+    all_to_all_cpu(received, flags, recv_sizes, (send[0] + send[1]).tolist(), group)
     keys_after, keys_before = _deinterleave(received, recv)
     return (
         exchange_plan.split_requests(before, keys_before, rows_before),
@@ -73,6 +67,8 @@ def _first_part(counts: tuple[torch.Tensor, torch.Tensor]) -> np.ndarray:
 
 
 def _interleave(parts: tuple[torch.Tensor, torch.Tensor], counts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    if native_plan.library() is not None:
+        return native_plan.interleave(parts, counts)
     first = _first_part(counts)
     message = np.empty(first.shape[0], dtype=np.uint8)
     message[first], message[~first] = parts
@@ -82,6 +78,8 @@ def _interleave(parts: tuple[torch.Tensor, torch.Tensor], counts: tuple[torch.Te
 def _deinterleave(
     message: torch.Tensor, counts: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if native_plan.library() is not None:
+        return native_plan.deinterleave(message, counts)
     first, flags = _first_part(counts), message.numpy().astype(bool)
     return torch.from_numpy(flags[first]), torch.from_numpy(flags[~first])
 
@@ -91,14 +89,14 @@ def exchange_request_counts(
 ) -> torch.Tensor:
     """How many rows each rank requests from this one. `invalid` (feature, id) on any rank raises on every rank."""
     world = recv_counts.shape[0]
-    feature_and_id = torch.tensor([invalid if invalid is not None else (-1, 0)]).expand(world, 2)
-    sent = torch.cat([recv_counts[:, None], feature_and_id], 1)
-    received = torch.empty_like(sent)
-    all_to_all_cpu(received, sent.contiguous(), [1] * world, [1] * world, group)
-    ranks_with_invalid_ids = (received[:, 1] >= 0).nonzero()
-    if ranks_with_invalid_ids.shape[0]:
-        rank = int(ranks_with_invalid_ids[0])
-        where = table_registry.get_table(table).describe(int(received[rank, 1]))
+    sent, received = torch.empty(world, 3, dtype=torch.int64), torch.empty(world, 3, dtype=torch.int64)
+    sent[:, 0] = recv_counts
+    sent[:, 1:] = torch.tensor(invalid if invalid is not None else (-1, 0))
+    all_to_all_cpu(received, sent, [1] * world, [1] * world, group)
+    invalid_features = received[:, 1].tolist()
+    if max(invalid_features) >= 0:
+        rank = next(r for r, feature in enumerate(invalid_features) if feature >= 0)
+        where = table_registry.get_table(table).describe(invalid_features[rank])
         raise IdOutsideTable(f"freescale: rank {rank}: id {int(received[rank, 2])} is outside {where}")
     return received[:, 0].contiguous()
 
@@ -109,7 +107,7 @@ def all_to_all_cpu(
     """All-to-all of small CPU tensors over any group; one without CPU transport sends from its device."""
     devices = distributed.devices_of_group(group)
     if "cpu" in devices:
-        dist.all_to_all_single(out, x, list(recv), list(send), group=group)
+        distributed.all_to_all(out, x, list(recv), list(send), group)
         return
     out_on_device = torch.empty_like(out, device=devices[0])
     dist.all_to_all_single(out_on_device, x.to(devices[0]), list(recv), list(send), group=group)

@@ -120,7 +120,7 @@ def plan_rows(
     return StepPlan(
         step=torch.tensor(number),
         ids=ids,
-        inverse=exchange_plan.merged_inverse(exchange_plan.inverse_index(requests.needed), (early, urgent)),
+        inverse=exchange_plan.merged_inverse(requests.inverse, early, urgent),
         order=requests.needed.order,
         ends=requests.needed.ends,
         urgent=UrgentRows(urgent.rows, urgent.send_counts, urgent.recv_counts),
@@ -153,7 +153,6 @@ def plan_gradients(p: StepPlan, gradients: exchange_plan.Split) -> None:
 
 def _row_stats(requests: exchange_plan.Requests, rows: exchange_plan.Split, anchor: torch.Tensor) -> dict[str, int]:
     row_bytes = anchor.shape[1] * anchor.element_size()
-    values_per_row = exchange_plan.segment_sizes(requests.needed.ends)
     return {
         "values": requests.needed.order.shape[0],
         "unique_rows": requests.needed.values.shape[0],
@@ -161,7 +160,7 @@ def _row_stats(requests: exchange_plan.Requests, rows: exchange_plan.Split, anch
         "bytes_urgent": rows.urgent.index.shape[0] * row_bytes,
         "bytes_early": rows.rest.index.shape[0] * row_bytes,
         # what a split of looked-up values, without bringing duplicates together, would leave urgent
-        "bytes_urgent_per_value": int(values_per_row[rows.urgent.index].sum()) * row_bytes,
+        "bytes_urgent_per_value": exchange_plan.entries_of(requests.needed, rows.urgent.index) * row_bytes,
     }
 
 

@@ -14,11 +14,21 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels.planning import exchange_plan, row_requests
+from freescale.kernels.planning import exchange_plan, native_plan, row_requests
 from freescale.runtime.tables import step_plan
 
 DIM = 2
 Key = tuple[int, int]  # table, row
+
+
+@pytest.fixture(params=["C", "NumPy"], scope="module", autouse=True)
+def _both_ways(request):
+    if request.param == "C":
+        assert native_plan.library() is not None
+        yield
+    else:
+        with mock.patch.object(native_plan, "library", lambda: None):
+            yield
 
 
 class Threads:
@@ -171,8 +181,8 @@ def check_requests(case: Case, threads: Threads, rank: int, t: int, asked: excha
     """Returns this rank's unique keys in the order of the plan."""
     positions, mine = case.keys(t, rank), asked.needed
     unique = sorted(set(positions), key=case.place)
-    inverse = exchange_plan.inverse_index(mine).tolist()
-    assert [unique[i] for i in inverse] == positions
+    assert asked.inverse.tolist() == exchange_plan.inverse_index(mine).tolist()
+    assert [unique[i] for i in asked.inverse.tolist()] == positions
     order, start = mine.order.tolist(), 0
     for key, end in zip(unique, mine.ends.tolist(), strict=True):
         assert order[start:end] == [i for i, k in enumerate(positions) if k == key]  # in position order
@@ -331,3 +341,8 @@ def test_first_id_outside_its_table(dtype):
     assert exchange_plan.first_invalid_id([none, good], [0, 4]) is None
     assert exchange_plan.first_invalid_id([none, good, bad], [0, 4, 4]) == (2, 4)
     assert exchange_plan.first_invalid_id([none, bad, good], [0, 5, 3]) == (1, -1)
+    owners = exchange_plan.owner_map([exchange_plan.Shard(0, 0, 20, 0, 0)], [20], 1)
+    assert exchange_plan.own_requests([none, good, bad], [0, 0, 0], [0, 4, 4], owners) == (2, 4)
+    assert exchange_plan.own_requests([none, bad, good], [0, 0, 9], [0, 5, 3], owners) == (1, -1)
+    own = exchange_plan.own_requests([good, none, good], [0, 4, 7], [4, 0, 4], owners)
+    assert own.rows.tolist() == [0, 3, 7, 10] and own.inverse.tolist() == [0, 1, 2, 3]

@@ -30,7 +30,7 @@ def _planned(number: int, device: str) -> tuple[PlannedBatch, exchange_plan.Requ
     ids = torch.tensor([3, 1, 3, 0, 2])
     keys = exchange_plan.deduplicate(ids)
     count = torch.tensor([keys.values.shape[0]])
-    asked = exchange_plan.Requests(keys, count, keys.values.clone(), count.clone())
+    asked = exchange_plan.Requests(keys, count, keys.values.clone(), count.clone(), exchange_plan.inverse_index(keys))
     half = torch.arange(keys.values.shape[0]) % 2 == 0
     split = exchange_plan.split_requests(asked, half, half)
     return PlannedBatch(number, {}, [step_plan.plan_rows(number, ids, asked, split, torch.empty(0, 4, device=device))]), asked, split
@@ -156,7 +156,7 @@ def test_a_rank_that_stops_is_an_error_on_the_others(during):
 
 # Where, at which call (all are of batch 4), of what.
 FAILURES = {
-    "before the first collective": (exchange_plan, "deduplicate_by_key", 5, IndexError),
+    "before the first collective": (exchange_plan, "own_requests", 5, IndexError),
     "between two collectives of asking": (row_requests, "all_to_all_cpu", 13, MemoryError),
     "before the answer": (exchange_plan, "intersection_masks", 4, MemoryError),
     "after the last collective": (step_plan, "plan_gradients", 4, TypeError),
