@@ -23,6 +23,7 @@ from freescale.runtime.lookahead.loop_state import PlannedBatch
 from freescale.runtime.samples.batch_balancer import BatchBalancer
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
+from freescale.runtime.tables.plan_upload import Uploader
 from freescale.runtime.tables.table_exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class BatchPlanning:
         self._structure: str | None = None  # of every batch, in words
         self._previous: PlannedBatch | None = None  # its gradients are not planned yet
         self._previous_requests: list[exchange_plan.Requests] = []
+        self._uploader = Uploader(exchanges[0].anchor.device)
 
     def advance(self) -> PlannedBatch | None:
         """Plan one more batch. Returns the one before it, whose plans are complete now; None for the first.
@@ -81,6 +83,7 @@ class BatchPlanning:
             self._balance(self.balancer, loaded, from_all_ranks)
         requests = self._request_rows(loaded.ids)
         planned = self._plan(loaded, requests)
+        self._upload(planned)
         complete, self._previous, self._previous_requests = self._previous, planned, requests
         self.number, self.busy_since = self.number + 1, None
         return complete
@@ -92,6 +95,9 @@ class BatchPlanning:
         for plan, requests in zip(self._previous.plans, self._previous_requests, strict=True):
             step_plan.plan_gradients(plan, _all_chosen(requests))
             plan.next, plan.last = step_plan.plan_without_rows(plan), True
+        following = [plan.next for plan in self._previous.plans if plan.next is not None]
+        if (upload := self._uploader.plans(following, self._previous.plans)) is not None:
+            self._previous.uploads.append(upload)
         return self._previous
 
     # -- stages --------------------------------------------------------------------------------------------------
@@ -158,6 +164,17 @@ class BatchPlanning:
                 step_plan.plan_gradients(self._previous.plans[i], gradients)
                 self._previous.plans[i].next = plans[i]
         return PlannedBatch(self.number, loaded.batch, plans, loaded.loader_state)
+
+    def _upload(self, planned: PlannedBatch) -> None:
+        """To the device: the batch, the plan of its rows, and that of the gradients of the batch before."""
+        planned.batch, copied = self._uploader.batch(planned.batch)
+        if copied is not None:
+            planned.uploads.append(copied)
+        before = [] if self._previous is None else self._previous.plans
+        if (upload := self._uploader.plans(planned.plans, before)) is not None:
+            planned.uploads.append(upload)
+            if self._previous is not None:
+                self._previous.uploads.append(upload)
 
     # -- what all ranks must agree on -----------------------------------------------------------------------------
 

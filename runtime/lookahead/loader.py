@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from freescale import config
 from freescale.compat import compiled_modules, distributed
-from freescale.runtime import batch_structure
 from freescale.runtime.balance.sample_cost import FittedCost
 from freescale.runtime.lookahead.loop_coordinator import coordinator_of
 from freescale.runtime.lookahead.loop_state import LoopState, PlannedBatch
@@ -206,16 +205,15 @@ class LookaheadLoader:
         return BatchBalancer(self._balance, self.cost, features, group, self._balance_stats)
 
     def _hand_out(self, loop: LoopState, planned: PlannedBatch, balancer: BatchBalancer | None) -> Any:
-        batch = batch_structure.to_device(planned.batch, self.exchanges[0].anchor.device)
         trained = loop.current is not None and loop.current.used
-        loop.hand_out(planned, batch)
+        loop.hand_out(planned)
         self._loader_state = planned.loader_state
         finished = METER.mark(planned.number)
         if balancer is not None:
             self._moved = balancer.take(planned.number, finished if trained else None)
         for exchange, plan in zip(self.exchanges, planned.plans, strict=True):
             self._stats.append({"step": planned.number, "exchange": exchange.name, **plan.stats})
-        return batch
+        return planned.batch
 
 
 def _settings_of(model: torch.nn.Module) -> config.Config:

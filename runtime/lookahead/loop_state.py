@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from freescale.kernels.transports import open_transports
 from freescale.runtime import batch_structure
 from freescale.runtime.lookahead import late_gradients
 from freescale.runtime.tables import step_plan
+from freescale.runtime.tables.plan_upload import Upload
 from freescale.runtime.tables.step_plan import StepPlan
 from freescale.runtime.tables.table_exchange import Exchange
 
@@ -38,6 +39,8 @@ class PlannedBatch:
     batch: Any
     plans: list[StepPlan]
     loader_state: Any = None  # of a loader that has one, when it had given this batch and not the next
+    # On their way to the device: the batch, its plans, and rows of the next batch's.
+    uploads: list[Upload | batch_structure.BatchEvent] = field(default_factory=list)
 
     @property
     def used(self) -> bool:
@@ -76,17 +79,14 @@ class LoopState:
         return -1 if self.current is None else self.current.number
 
     @dynamo.outside_inference_mode()
-    def hand_out(self, planned: PlannedBatch, batch: Any) -> None:
-        """`batch`, on the device, goes to the user."""
+    def hand_out(self, planned: PlannedBatch) -> None:
+        """Its batch goes to the user."""
         self.current = planned
         features = [f for x in self.exchanges for f in x.features]
-        holders = batch_structure.id_holders(batch, features)
+        holders = batch_structure.id_holders(planned.batch, features)
         self._handed_out.appendleft((planned.number, [weakref.ref(t) for t in holders]))
-        for plan in planned.plans:
-            step_plan.rows_to_device(plan)
-            step_plan.gradients_to_device(plan)
-            assert plan.next is not None
-            step_plan.rows_to_device(plan.next)
+        for upload in planned.uploads:
+            upload.wait()
 
     def identify_batch(self, inputs: Any) -> int:
         """Which batch the inputs of the model are made of."""

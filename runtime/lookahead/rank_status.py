@@ -1,8 +1,9 @@
 """Whether all ranks are at the same place when a step begins, or when pending gradients are applied.
 
 Before a step, before pending gradients are applied and at the end of a loop each rank says what it is about to do, in
-one small gather over a CPU group of its own. So nobody starts an exchange that others will not join, and a rank that
-leaves its loop, or brings a wrong batch, is an error on every rank instead of a hang.
+one small gather: through memory that the ranks share (status_board.py), or else over a CPU group of its own. So nobody
+starts an exchange that others will not join, and a rank that leaves its loop, or brings a wrong batch, is an error on
+every rank instead of a hang.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from freescale.compat import distributed
 from freescale.kernels.transports import launch_record
 from freescale.runtime.lookahead.loop_state import UNKNOWN_BATCH, LoopState
+from freescale.runtime.lookahead.status_board import open_board
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class RankSync:
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._group, self._timeout = group, timeout
+        self._board = open_board(group) if group.size() > 1 else None
         self.failure: str | None = None  # why the ranks cannot be compared any more
 
     def synchronize(self, loop: LoopState, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
@@ -105,12 +108,19 @@ class RankSync:
             raise RuntimeError(f"freescale: {loop.failure}")
         try:
             with launch_record.record_host_wait("meeting of the ranks"):
-                return [RankStatus(*s) for s in distributed.gather_ints(own, self._group)]
+                return [RankStatus(*s) for s in self._gather(own)]
         except Exception as error:
             limit = self._timeout.total_seconds()
             self.failure = f"the other ranks did not come to the same place within {limit:g} s, or are gone: {error}"
             loop.fail(self.failure)
             raise RuntimeError(f"freescale: {self.failure}") from error
+
+    def _gather(self, own: RankStatus) -> list[list[int]]:
+        if self._group.size() == 1:
+            return [list(own)]
+        if self._board is not None:
+            return self._board.gather(own, self._timeout.total_seconds())
+        return distributed.gather_ints(own, self._group)
 
 
 def _raise_if_incomplete(loop: LoopState, statuses: list[RankStatus]) -> None:

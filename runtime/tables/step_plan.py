@@ -8,7 +8,6 @@ be sent).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -164,34 +163,30 @@ def _row_stats(requests: exchange_plan.Requests, rows: exchange_plan.Split, anch
     }
 
 
-# The planning thread completes a plan while the training thread already moves its rows to the device, since the step
-# before fetches them. So the halves are moved apart, and nobody but `plan_gradients` touches the backward half before
-# the batch is handed out.
+# What the device reads of a plan, for plan_upload.py. (Counts stay on the CPU.) The planning thread brings the forward
+# half to the device, and, once the next batch is known, the backward half; then the batch is handed out.
 
 
-def rows_to_device(p: StepPlan) -> None:
-    """Bring what the device reads of the forward half to the device, on the caller's stream, without waiting.
-
-    Counts stay on the CPU.
-    """
-    to = partial(_to, p.arrived.device)
-    p.ids, p.inverse, p.order, p.ends, p.early_rows = map(to, (p.ids, p.inverse, p.order, p.ends, p.early_rows))
-    p.urgent = p.urgent._replace(rows=to(p.urgent.rows))
+def tensors_of_rows(p: StepPlan) -> list[torch.Tensor]:
+    return [p.ids, p.inverse, p.order, p.ends, p.early_rows, p.urgent.rows]
 
 
-def gradients_to_device(p: StepPlan) -> None:
-    """The same for the backward half, which is complete."""
+def set_tensors_of_rows(p: StepPlan, tensors: list[torch.Tensor]) -> None:
+    p.ids, p.inverse, p.order, p.ends, p.early_rows, urgent_rows = tensors
+    p.urgent = p.urgent._replace(rows=urgent_rows)
+
+
+def tensors_of_gradients(p: StepPlan) -> list[torch.Tensor]:
     assert p.urgent_gradients is not None and p.late_index is not None and p.late_update is not None
-    to = partial(_to, p.arrived.device)
     urgent = p.urgent_gradients
-    p.urgent_gradients = urgent._replace(
-        keys=to(urgent.keys), rows=to(urgent.rows), order=to(urgent.order), ends=to(urgent.ends)
-    )
-    p.late_index, p.late_update = to(p.late_index), OwnerUpdate(*map(to, p.late_update))
+    return [urgent.keys, urgent.rows, urgent.order, urgent.ends, p.late_index, *p.late_update]
 
 
-def _to(device: torch.device, t: torch.Tensor) -> torch.Tensor:
-    return t if t.device == device else t.pin_memory().to(device, non_blocking=True)
+def set_tensors_of_gradients(p: StepPlan, tensors: list[torch.Tensor]) -> None:
+    assert p.urgent_gradients is not None
+    keys, rows, order, ends, p.late_index, *late_update = tensors
+    p.urgent_gradients = p.urgent_gradients._replace(keys=keys, rows=rows, order=order, ends=ends)
+    p.late_update = OwnerUpdate(*late_update)
 
 
 def plan_without_rows(p: StepPlan) -> StepPlan:

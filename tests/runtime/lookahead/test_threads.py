@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,79 +15,59 @@ import torch
 import torch.distributed as dist
 
 from freescale.kernels.planning import exchange_plan, row_requests
-from freescale.runtime.lookahead.loop_state import LoopState, PlannedBatch
+from freescale.runtime.lookahead import batch_planning
+from freescale.runtime.lookahead.loop_state import PlannedBatch
 from freescale.runtime.samples import batch_balancer
 from freescale.runtime.tables import step_plan
+from freescale.runtime.tables.plan_upload import Uploader
 from loops import DIM, Training, data, threads
 from ranks import run_ranks
 
-# ---- a plan that is placed while it is finished ------------------------------------------------------------------
+# ---- what one thread hands to the other --------------------------------------------------------------------------
 
 
-def _planned(number: int, device: str) -> tuple[PlannedBatch, exchange_plan.Requests, exchange_plan.Split]:
-    """A batch of one rank; every second row of it is needed by its neighbours too."""
-    ids = torch.tensor([3, 1, 3, 0, 2])
-    keys = exchange_plan.deduplicate(ids)
-    count = torch.tensor([keys.values.shape[0]])
-    asked = exchange_plan.Requests(keys, count, keys.values.clone(), count.clone(), exchange_plan.inverse_index(keys))
-    half = torch.arange(keys.values.shape[0]) % 2 == 0
-    split = exchange_plan.split_requests(asked, half, half)
-    return PlannedBatch(number, {}, [step_plan.plan_rows(number, ids, asked, split, torch.empty(0, 4, device=device))]), asked, split
+class CopyingUploader(Uploader):
+    """As to a device: every tensor that the graph reads is another one afterwards."""
+
+    def plans(self, rows: Any, gradients: Any) -> None:
+        for p in rows:
+            step_plan.set_tensors_of_rows(p, [t.clone() for t in step_plan.tensors_of_rows(p)])
+        for p in gradients:
+            step_plan.set_tensors_of_gradients(p, [t.clone() for t in step_plan.tensors_of_gradients(p)])
 
 
-def _on_the_host(p: step_plan.StepPlan) -> list[str]:
-    """What a graph would read on the device and find on the host."""
-    read: dict[str, tuple[Any, ...]] = {
-        "ids": (p.ids,), "inverse": (p.inverse,), "order": (p.order,), "ends": (p.ends,), "urgent": p.urgent[:1],
-        "early_rows": (p.early_rows,), "urgent_gradients": p.urgent_gradients[:4], "late_index": (p.late_index,), "late_update": p.late_update,
-        "late_slot": (p.late_slot,),
-    }  # fmt: skip
-    return [name for name, tensors in read.items() if not tensors or any(t.device.type == "cpu" for t in tensors)]
+def _read_by_step(planned: PlannedBatch) -> list[Any]:
+    """Everything that the graph of a step reads of its plans, and of the next batch's."""
+    read: list[Any] = [planned.batch]
+    for p in planned.plans:
+        assert p.next is not None and p.late_slot is not None
+        read += [*step_plan.tensors_of_rows(p), *step_plan.tensors_of_gradients(p), p.late_slot, p.step, p.next]
+        read += [*p.urgent, *p.urgent_gradients, *p.early_counts, *p.late_counts, p.early_slots]
+        read += [*step_plan.tensors_of_rows(p.next), *p.next.urgent, *p.next.early_counts, p.next.early_slots]
+    return read
 
 
-def _before_line(of: Callable[..., Any], number: int, action: Callable[[], None]) -> Callable[..., Any]:
-    """A trace function: `action` comes when `of` is about to run its line `number`, as if another thread did it then."""
-    seen = 0
+def _planned_batches() -> bool:
+    exchange = Training(True).model.table._exchange
+    planning = batch_planning.BatchPlanning(data(5), [exchange], dist.group.WORLD, False, None)
+    planning._uploader = CopyingUploader(torch.device("cpu"))
+    handed_out = []
+    with contextlib.suppress(batch_planning.EndOfPlanning):
+        while True:
+            if (planned := planning.advance()) is not None:
+                handed_out.append((planned, _read_by_step(planned)))
+            for planned, read in handed_out:
+                assert all(a is b for a, b in zip(_read_by_step(planned), read, strict=True))
+    last = planning.finish()
+    assert last is not None and len(_read_by_step(last)) == len(handed_out[-1][1])
+    for planned, read in handed_out:
+        assert all(a is b for a, b in zip(_read_by_step(planned), read, strict=True))
+    assert len(handed_out) == 4
+    return True
 
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal seen
-        if frame.f_code is not of.__code__:
-            return None
-        seen += event == "line"
-        if seen == number:
-            sys.settrace(None)
-            frame.f_trace = None
-            action()
-        return trace
 
-    return trace
-
-
-def test_a_plan_is_on_the_device_whenever_the_batch_before_it_is_handed_out(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
-    for line in range(1, 100):
-        run, handed = LoopState([], 1), []
-        (before, *asked_before), (item, *asked) = _planned(0, "meta"), _planned(1, "meta")
-        step_plan.plan_gradients(before.plans[0], asked_before[-1])
-        before.plans[0].next = item.plans[0]
-
-        def hand_out(run=run, handed=handed, before=before) -> None:
-            run.hand_out(before, {})
-            handed.append(before)
-
-        sys.settrace(_before_line(step_plan.plan_gradients, line, hand_out))
-        try:
-            step_plan.plan_gradients(item.plans[0], asked[-1])
-        finally:
-            sys.settrace(None)
-        if not handed:
-            assert line > 3
-            return
-        item.plans[0].next = step_plan.plan_without_rows(item.plans[0])
-        run.hand_out(item, {})
-        assert _on_the_host(item.plans[0]) == [], f"the batch before was handed out at line {line} of plan_gradients"
-        assert all(t.device.type == "cpu" for t in (*item.plans[0].urgent_gradients[4:], *item.plans[0].late_counts))
-    raise AssertionError("plan_gradients has no end")
+def test_the_planning_thread_leaves_alone_what_it_has_handed_out():
+    assert run_ranks(_planned_batches, 2) == [True, True]
 
 
 # ---- ranks that are slow, and ranks that stop --------------------------------------------------------------------

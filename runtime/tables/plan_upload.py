@@ -1,0 +1,85 @@
+"""Plans on their way to the device: all tensors of a batch in one pinned buffer, one copy, on a stream of its own.
+
+The planning thread does this, so that the training thread only has to make its stream wait for the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import dlpack
+
+from freescale.runtime import batch_structure
+from freescale.runtime.tables import step_plan
+from freescale.runtime.tables.step_plan import StepPlan
+
+_ALIGNMENT = 16  # elements: 128 bytes, as the device's own allocations have at least 16
+
+
+class Upload:
+    """Copies that a stream beside the training's was given. Whoever reads what they bring calls `wait` first."""
+
+    def __init__(self, stream: torch.cuda.Stream, memory: list[torch.Tensor]) -> None:
+        self._event, self._memory = stream.record_event(), memory
+
+    def wait(self) -> None:
+        """The current stream waits; the memory is not used again before that stream has used it."""
+        current = torch.cuda.current_stream(self._memory[0].device)
+        current.wait_event(self._event)
+        for t in self._memory:
+            t.record_stream(current)
+
+
+class Uploader:
+    """To one device. On the CPU everything stays where it is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def batch(self, batch: Any) -> tuple[Any, batch_structure.BatchEvent | None]:
+        """The batch on the device, and what to wait for before it is used."""
+        if self._stream is None:
+            return batch_structure.to_device(batch, self.device), None
+        with torch.cuda.stream(self._stream):
+            batch = batch_structure.to_device(batch, self.device)
+            return batch, batch_structure.BatchEvent(batch)
+
+    def plans(self, rows: Sequence[StepPlan], gradients: Sequence[StepPlan]) -> Upload | None:
+        """Bring what the device reads to it: the forward half of some plans, the backward half of others."""
+        if self._stream is None:
+            return None
+        halves = [step_plan.tensors_of_rows(p) for p in rows] + [step_plan.tensors_of_gradients(p) for p in gradients]
+        with torch.cuda.stream(self._stream):
+            memory, copies = _copy_together([t for half in halves for t in half], self.device)
+            upload = Upload(self._stream, [memory])
+        on_device = iter(copies)
+        moved = [[next(on_device) for _ in half] for half in halves]
+        for p, tensors in zip(rows, moved, strict=False):
+            step_plan.set_tensors_of_rows(p, tensors)
+        for p, tensors in zip(gradients, moved[len(rows) :], strict=True):
+            step_plan.set_tensors_of_gradients(p, tensors)
+        return upload
+
+
+def _copy_together(tensors: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The memory on the device, and a tensor in it for each of the 1-D int64 tensors, on the current stream."""
+    sizes = [t.shape[0] for t in tensors]
+    rooms = [-(-n // _ALIGNMENT) * _ALIGNMENT for n in sizes]
+    host = torch.empty(max(1, sum(rooms)), dtype=torch.int64, pin_memory=True)
+    places = host.split_with_sizes([*rooms, host.shape[0] - sum(rooms)])
+    for place, t, n in zip(places, tensors, sizes, strict=False):
+        place[:n].copy_(t)
+    memory = torch.empty_like(host, device=device)
+    memory.copy_(host, non_blocking=True)
+    parts = memory.split_with_sizes([*rooms, host.shape[0] - sum(rooms)])
+    return memory, [_own_storage(part[:n]) for part, n in zip(parts, sizes, strict=False)]
+
+
+def _own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view: to a compiled graph, views of one storage are related inputs."""
+    if view.shape[0] == 0:
+        return view.new_empty(0)
+    return dlpack.from_dlpack(dlpack.to_dlpack(view))
