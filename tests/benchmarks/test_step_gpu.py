@@ -14,6 +14,7 @@ from repo import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import step_gpu_profile  # noqa: E402
 import step_gpu_rank  # noqa: E402
+import step_gpu_variants  # noqa: E402
 from step_gpu_model import LR, Size, collision_share, exponent_for, lengths_of, plain_update  # noqa: E402
 
 
@@ -52,12 +53,12 @@ def test_a_variant_that_fails_does_not_lose_the_others(monkeypatch, capsys):
         said.append((list(self.task.sizes), list(self.task.variants)))
         first = next(iter(self.task.sizes))
         if len(said) == 1:
-            self.sizes, self.at, self.failure = [{"size": first}], "c10d", "rank 1: no"
+            self.sizes, self.failed_at, self.failure = [{"size": first}], "c10d", "rank 1: no"
         else:
             self.sizes = [{"size": name} for name in self.task.sizes]
 
     monkeypatch.setattr(step_gpu.Ranks, "run", run)
-    task = step_gpu_rank.Task("cpu", None, {"a": 1, "b": 2}, ["dense", "c10d", "plain"], 1, "eager", None)  # type: ignore[arg-type]
+    task = step_gpu_variants.Task("cpu", None, {"a": 1, "b": 2}, ["dense", "c10d", "plain"], 1, "eager", None)  # type: ignore[arg-type]
     found = step_gpu.measure(2, task, 60)
     assert said == [(["a", "b"], ["dense", "c10d", "plain"]), (["b"], ["dense", "plain"])]
     assert found["sizes"] == [{"size": "a"}, {"size": "b"}] and found["failed"] == {"c10d": "rank 1: no"}
