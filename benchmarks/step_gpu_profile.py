@@ -1,0 +1,130 @@
+"""Two ways to look into a step of benchmarks/step_gpu.py, on steps of their own, since looking costs time.
+
+`DeviceProfile` says how busy the compute stream is: union of the kernels on it over the time of whole steps.
+`HostProfile` says which functions of a thread take its time. (cProfile would do for one thread; since Python 3.12 it
+mixes the threads of a process.)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+MARKER = "erfinv"  # a kernel that no model has, launched on the compute stream where a step begins
+STEPS, SETTLING = 7, 2  # that are profiled; of those, the first ones do not count
+
+
+class DeviceProfile:
+    """Of one rank; on the others, and without a GPU, nothing happens."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        if on:
+            self.marker = torch.zeros(1, device="cuda")
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def step_begins(self, number: int) -> None:
+        if self.on:
+            if number == 0:
+                torch.cuda.synchronize()
+                self.profiler.start()
+            torch.erfinv(self.marker)
+
+    def busy_share(self) -> float | None:
+        """After the last step. None where the profiler saw no kernels."""
+        if not self.on:
+            return None
+        torch.cuda.synchronize()
+        self.profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            self.profiler.export_chrome_trace(str(path))
+            return busy_share(json.loads(path.read_text())["traceEvents"])
+
+
+def busy_share(events: list[dict[str, Any]]) -> float | None:
+    """Kernels on the stream of the markers, over the time from the first marker that counts to the last one."""
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    markers = sorted((e for e in kernels if MARKER in e["name"]), key=lambda e: e["ts"])
+    if len(markers) < SETTLING + 2:
+        return None
+    begin, end, stream = markers[SETTLING]["ts"], markers[-1]["ts"], markers[0]["args"]["stream"]
+    busy, until = 0.0, begin
+    for kernel in sorted((k for k in kernels if k["args"]["stream"] == stream), key=lambda e: e["ts"]):
+        first, last = max(kernel["ts"], until), min(kernel["ts"] + kernel["dur"], end)
+        busy += max(last - first, 0.0)
+        until = max(until, last)
+    return busy / (end - begin)
+
+
+class HostProfile:
+    """Own time and calls of every function of the thread that starts it, C functions too. What it costs is in them."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self._stack: list[str] = []
+        self._since = 0.0
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+        sys.setprofile(self._event)
+
+    def stop(self) -> None:
+        sys.setprofile(None)
+
+    def _event(self, frame: FrameType, event: str, argument: Any) -> None:
+        if self._stack:
+            self.seconds[self._stack[-1]] += time.perf_counter() - self._since
+        if event == "call":
+            code = frame.f_code
+            where = "/".join(Path(code.co_filename).parts[-3:])
+            self._enter(f"{where}:{code.co_firstlineno} {getattr(code, 'co_qualname', code.co_name)}")
+        elif event == "c_call":
+            self._enter(f"{getattr(argument, '__module__', None) or ''} {argument.__qualname__}".strip())
+        elif self._stack:
+            self._stack.pop()
+        self._since = time.perf_counter()
+
+    def _enter(self, name: str) -> None:
+        self.calls[name] += 1
+        self._stack.append(name)
+
+    def table(self, title: str, steps: int, most: int = 30) -> str:
+        total = sum(self.seconds.values())
+        lines = [f"{title}: {total / steps * 1e3:.2f} ms per step", f"{'own ms':>8} {'calls':>8}  function"]
+        for name, seconds in self.seconds.most_common(most):
+            lines.append(f"{seconds / steps * 1e3:>8.3f} {self.calls[name] / steps:>8.1f}  {name}")
+        return "\n".join(lines)
+
+
+class Watched:
+    """Batches whose reader is profiled: under a LookaheadLoader that is its planning thread."""
+
+    def __init__(self, batches: list[Any], profile: HostProfile) -> None:
+        self.batches, self.profile = batches, profile
+
+    def __iter__(self) -> Iterator[Any]:
+        self.profile.start()
+        try:
+            yield from self.batches
+        finally:
+            self.profile.stop()
+
+
+def tables(title: str, threads: dict[str, HostProfile], steps: int) -> str:
+    return "\n\n".join(p.table(f"{title}, {name}", steps) for name, p in threads.items() if p.calls)
+
+
+def append(path: str, texts: Iterable[str]) -> None:
+    with Path(path).open("a") as file:
+        file.writelines(text + "\n\n" for text in texts)

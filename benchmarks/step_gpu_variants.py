@@ -1,0 +1,144 @@
+"""The variants that benchmarks/step_gpu.py compares. All live in the same ranks, on one table and one dense part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from step_gpu_model import PlainExchange, Planned, Shape, Size, Storage, dense_part
+
+GROUP_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    transport: str = ""  # of freescale; none: not freescale
+    passes: str = "all"
+    look_ahead: bool = False
+    balance: bool = False
+
+
+DENSE, PLAIN = Variant("dense"), Variant("plain")
+VARIANTS = {
+    v.name: v
+    for v in (
+        DENSE,
+        PLAIN,
+        Variant("capture", "c10d", "none"),
+        Variant("c10d", "c10d"),
+        Variant("c10d-ahead", "c10d", look_ahead=True),
+        Variant("c10d-ahead-balance", "c10d", look_ahead=True, balance=True),
+        Variant("staged", "staged"),
+        Variant("staged-ahead", "staged", look_ahead=True),
+        Variant("staged-ahead-balance", "staged", look_ahead=True, balance=True),
+    )
+}
+# Of each group, all must have the same bits: the same graphs, carried by something else. Inductor fuses other graphs
+# differently, and then rounds elsewhere; without it, all graphs must agree.
+SAME_BITS = {
+    "inductor": (("c10d", "staged"), ("c10d-ahead", "staged-ahead")),
+    "eager": (("capture", "c10d", "staged", "c10d-ahead", "staged-ahead"),),
+}
+
+
+@dataclass
+class Task:
+    """What the program asks of its ranks."""
+
+    device: str
+    shape: Shape
+    sizes: dict[str, tuple[Size, float, int]]  # the batch of a rank, the exponent of its ids, steps of a block
+    variants: list[str]
+    rounds: int
+    codegen: str
+    host_profile: str | None
+
+
+class World:
+    """What all variants of this rank share."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.device = task, torch.device(task.device)
+        self.storage = Storage(task.shape, self.device)
+        self.books = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_SECONDS))
+        samples = max(size.samples for size, _, _ in task.sizes.values())
+        self.dense = dense_part(task.shape, samples, self.device)
+        self.start = [p.detach().clone() for p in self.dense.parameters()]
+        backend = "inductor" if task.codegen == "inductor" else "eager"
+        self.compiled_dense = torch.compile(self.dense, dynamic=True, backend=backend)
+        self.anchor = torch.zeros(0, device=self.device, requires_grad=True)
+        positions = max(2 * size.positions for size, _, _ in task.sizes.values())
+        self.rows = torch.randn(positions, task.shape.dim, device=self.device)
+        self._compiled: dict[tuple[str, str], Any] = {}
+
+    def compiled(self, variant: Variant) -> Any:
+        """Variants that differ in the loop alone share a model."""
+        key = (variant.transport, variant.passes)
+        if key not in self._compiled:
+            model = Planned(self.task.shape, self.storage, self.dense)
+            options = {"transport": variant.transport, "passes": variant.passes, "strict": True}
+            options["codegen"] = self.task.codegen
+            self._compiled[key] = torch.compile(model, backend="freescale", fullgraph=True, options=options)
+        return self._compiled[key]
+
+    def reset(self) -> None:
+        self.storage.reset()
+        with torch.no_grad():
+            for p, start in zip(self.dense.parameters(), self.start, strict=True):
+                p.copy_(start)
+                p.grad = None
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def gather(self, value: Any) -> list[Any]:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value, group=self.books)
+        return everyone
+
+    def to_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+
+
+class Trainee:
+    """A variant, ready to be trained: `loop` hands out batches on the device, `loss` is the forward pass."""
+
+    def __init__(self, variant: Variant, world: World) -> None:
+        self.variant, self.world = variant, world
+        self.cost: Any = None  # of a sample; goes on being fitted from block to block
+        self.loader: Any = None
+        if variant.transport:
+            self.model = world.compiled(variant)
+
+    def loop(self, data: Any) -> Iterator[dict[str, torch.Tensor]]:
+        import freescale
+
+        if self.variant.look_ahead:
+            balance: Any = self.variant.balance
+            if balance:
+                self.cost = self.cost or freescale.FittedCost()
+                balance = freescale.BalanceOptions(cost=self.cost)
+            self.loader = freescale.LookaheadLoader(data, self.model, balance=balance)
+            yield from self.loader
+            return
+        for number, batch in enumerate(data):
+            freescale.meter.mark(number)
+            yield self.world.to_device(batch)
+        freescale.meter.pause()
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.variant.transport:
+            return self.model(batch)
+        world = self.world
+        if self.variant is DENSE:
+            rows = world.rows[: batch["item"].shape[0]].detach().requires_grad_()
+        else:
+            rows = PlainExchange.apply(world.anchor, batch["item"], world.storage)
+        return world.compiled_dense(rows, batch["item_lengths"], batch["labels"])

@@ -1,0 +1,134 @@
+"""benchmarks/step_gpu.py in its tiny size on the CPU: it runs, its figures are there, and its checks can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from repo import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import step_gpu_profile  # noqa: E402
+import step_gpu_rank  # noqa: E402
+import step_gpu_variants  # noqa: E402
+from step_gpu_model import LR, Size, collision_share, exponent_for, lengths_of, plain_update  # noqa: E402
+
+
+def test_a_tiny_run(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks/step_gpu.py"), "--device", "cpu", "--quick", "--rounds", "2"]
+    command += ["--steps", "2", "--sizes", "8ms", "45ms", "--variants", "plain", "c10d", "c10d-ahead"]
+    files = ["--json", str(tmp_path / "out.json"), "--host-profile", str(tmp_path / "host.txt")]
+    ended = subprocess.run([*command, *files], capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["failed"] == {} and [s["size"] for s in found["sizes"]] == ["8ms", "45ms"]
+    for size in found["sizes"]:
+        rows = {r["variant"]: r for r in size["rows"]}
+        assert list(rows) == ["dense", "plain", "c10d", "c10d-ahead"]
+        for row in rows.values():
+            assert row["steps"] == 4 and row["step_ms"] > 0
+            assert set(row["host_ms"]) == {"next", "forward", "backward", "optimizer", "sum"}
+        assert 0 < rows["c10d-ahead"]["colliding_share"] < 0.5
+        checks = size["checks"]
+        assert checks["same_bits"]["c10d = c10d-ahead"] and all(checks["same_bits"].values())
+        assert 0 < checks["loss_difference"]["plain"] < 1e-2
+    for name in ("step_over_dense_8ms", "step_over_dense_45ms", "times_plain_nccl_45ms", "lookahead_over_none_worst"):
+        assert found[name] > 0
+    assert isinstance(found["host_ms_added"], float)
+    assert found["step_over_dense_150ms"] is None and found["compute_busy_45ms"] is None
+    profiled = (tmp_path / "host.txt").read_text()
+    assert "8ms, 2 ranks, c10d-ahead, planning thread" in profiled and "45ms, 2 ranks, dense, training thread" in profiled
+
+
+def test_a_variant_that_fails_does_not_lose_the_others(monkeypatch, capsys):
+    import step_gpu
+
+    said: list[tuple[list[str], list[str]]] = []
+
+    def run(self):
+        said.append((list(self.task.sizes), list(self.task.variants)))
+        first = next(iter(self.task.sizes))
+        if len(said) == 1:
+            self.sizes, self.failed_at, self.failure = [{"size": first}], "c10d", "rank 1: no"
+        else:
+            self.sizes = [{"size": name} for name in self.task.sizes]
+
+    monkeypatch.setattr(step_gpu.Ranks, "run", run)
+    task = step_gpu_variants.Task("cpu", None, {"a": 1, "b": 2}, ["dense", "c10d", "plain"], 1, "eager", None)  # type: ignore[arg-type]
+    found = step_gpu.measure(2, task, 60)
+    assert said == [(["a", "b"], ["dense", "c10d", "plain"]), (["b"], ["dense", "plain"])]
+    assert found["sizes"] == [{"size": "a"}, {"size": "b"}] and found["failed"] == {"c10d": "rank 1: no"}
+
+
+def _block(losses, digest=(1, 2)):
+    return step_gpu_rank.Block(bits=(losses, digest))
+
+
+def test_a_bit_that_differs_is_seen():
+    good = [[_block([1.0]), _block([1.0])], [_block([2.0]), _block([2.0])]]  # [rank][round]
+    table = [[_block([1.0], (1, 3)), _block([1.0], (1, 3))], good[1]]
+    later = [[_block([1.0]), _block([1.5])], good[1]]
+    same = lambda blocks: step_gpu_rank.compare(blocks, "inductor")["same_bits"]  # noqa: E731
+    assert all(same({"c10d-ahead": good, "staged-ahead": good}).values())
+    assert not same({"c10d-ahead": good, "staged-ahead": table})["c10d-ahead = staged-ahead"]
+    assert not same({"c10d": later})["c10d, every round"]
+    difference = step_gpu_rank.compare({"plain": [[_block([1.25])]], "c10d": [[_block([1.0])]]}, "inductor")
+    assert difference["loss_difference"] == {"plain": 0.25}
+
+
+def test_the_share_of_busy_time():
+    kernel = lambda name, ts, dur, stream=7: {  # noqa: E731
+        "cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"stream": stream}
+    }  # fmt: skip
+    markers = [kernel("erfinv_kernel", 100 * i, 2) for i in range(5)]
+    assert step_gpu_profile.SETTLING == 2  # so the window is from 200 to 400
+    work = [kernel("a", 110, 80), kernel("b", 220, 30), kernel("c", 240, 30), kernel("d", 390, 40)]
+    elsewhere = [kernel("nccl", 200, 200, stream=9), {"cat": "gpu_memcpy", "name": "x", "ts": 300, "dur": 50, "args": {"stream": 7}}]
+    assert step_gpu_profile.busy_share(markers + work + elsewhere) == pytest.approx((2 + 50 + 2 + 10) / 200)
+    assert step_gpu_profile.busy_share(markers[:3] + work) is None
+
+
+def test_own_time_of_functions():
+    import time
+
+    def inner():
+        time.sleep(0.02)
+
+    def outer():
+        inner()
+
+    profile = step_gpu_profile.HostProfile()
+    profile.start()
+    outer()
+    profile.stop()
+    (slept,) = (name for name in profile.seconds if "sleep" in name)
+    assert profile.calls[slept] == 1 and profile.seconds[slept] >= 0.02
+    assert max(s for name, s in profile.seconds.items() if name != slept) < 0.01
+
+
+def test_batches_are_as_wanted():
+    import numpy as np
+
+    share = collision_share(4000, 96, 2, exponent_for(0.12, 4000, 96, 2))
+    assert share == pytest.approx(0.12, abs=0.02)
+    lengths = lengths_of(np.random.default_rng(0), Size("x", 16, 100), equal=False)
+    assert lengths.shape == (16,) and abs(lengths.sum() - 1600) < 16 and lengths.min() >= 2 and lengths.max() > 200
+    assert set(lengths_of(np.random.default_rng(0), Size("x", 16, 100), equal=True)) == {100}
+
+
+def test_the_plain_update_is_row_wise_adagrad():
+    class Storage:
+        weight, momentum = torch.zeros(6, 2), torch.zeros(6)
+
+    rows, grads = torch.tensor([4, 0, 4]), torch.tensor([[1.0, 1.0], [3.0, 0.0], [1.0, 0.0]])
+    plain_update(Storage, rows, grads)  # type: ignore[arg-type]
+    expected = torch.zeros(6, 2)
+    for row, total in ((4, [2.0, 1.0]), (0, [3.0, 0.0])):
+        g = torch.tensor(total)
+        assert Storage.momentum[row] == g.square().mean()
+        expected[row] = -LR * g / g.square().mean().sqrt()
+    assert torch.allclose(Storage.weight, expected)
