@@ -3,12 +3,12 @@
     python benchmarks/contention.py [--quick] [--json FILE]
 
 One process, several streams. First the proof: every SM is taken by a spinning kernel, threads and shared memory both
-full, and each operation is tried. Then HSTU attention (fused, hstu_triton.py), softmax attention, a matrix product and
-a memory-bound kernel: alone, beside an emulation of a kernel-based collective (a kernel on a few blocks that copies
-device memory at the bytes per second of `staged`; it is no collective and has no network), beside plain copies of the
-same bytes (what no transport can go below), and beside `staged` at full rate, which here sends to itself: the same
-copies and signals over the same link, in both directions. Attention is replayed from CUDA graphs, so that no launch is
-measured. Medians of interleaved runs. Needs CuPy for two kernels.
+full, and each operation is tried. Then HSTU attention (fused, hstu_equal_length.py), softmax attention, a matrix
+product and a memory-bound kernel: alone, beside an emulation of a kernel-based collective (a kernel on a few blocks
+that copies device memory at the bytes per second of `staged`; it is no collective and has no network), beside plain
+copies of the same bytes (what no transport can go below), and beside `staged` at full rate, which here sends to itself:
+the same copies and signals over the same link, in both directions. Attention is replayed from CUDA graphs, so that no
+launch is measured. Medians of interleaved runs. Needs CuPy for two kernels.
 
 TFLOP/s are those of the products that the definition needs, two forward and five backward, below the diagonal only.
 """
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from command_line import parser
 from freescale.kernels.transports import staged
 from gpu_machine import machine, quartiles, write
-from hstu_triton import hstu_attention
+from hstu_equal_length import hstu_attention
 
 try:
     import cupy

@@ -7,7 +7,9 @@ either may be zero.
 
 Two parts depend on the values of ``offsets`` and are therefore opaque custom operators to the compiler:
 
-* ``hstu::attention`` (and its backward), a loop over the sequences which never pads to the longest one;
+* ``hstu::attention`` (and its backward), a loop over the sequences which never pads to the longest one.  The loop
+  defines what is computed; on a GPU with Triton, the fused kernels of ``hstu_triton.py`` take its place, which find
+  their work in ``hstu::tiles``, a list that all layers share;
 * ``hstu::segment_sum``, the sum of each sequence's rows.
 
 Everything else is ordinary PyTorch with explicit dimensions, and traces once under
@@ -18,6 +20,7 @@ form.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -29,6 +32,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 # Query rows handled at a time; bounds the score matrix to [heads, QUERY_ROWS, length].
 QUERY_ROWS = 256
+TILE = 128  # rows of a tile of the fused kernels
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:
@@ -81,8 +86,7 @@ def _sum_by_distance(scores: Tensor, max_distance: int) -> Tensor:
     return total
 
 
-@torch.library.custom_op("hstu::attention", mutates_args=())
-def _attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float) -> Tensor:
+def _attention_loop(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float) -> Tensor:
     out = q.new_zeros(v.shape)
     spans = _spans(offsets)
     tiles = _BiasTiles(bias, spans)
@@ -97,13 +101,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, a
     return out
 
 
-@_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float) -> Tensor:
-    return q.new_empty(v.shape)
-
-
-@torch.library.custom_op("hstu::attention_backward", mutates_args=())
-def _attention_backward(
+def _attention_backward_loop(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v, grad_bias = (x.new_zeros(x.shape) for x in (q, k, v, bias))
@@ -128,21 +126,118 @@ def _attention_backward(
     return grad_q, grad_k, grad_v, grad_bias
 
 
+def tile_capacity(sequences: int, rows: int) -> int:
+    """The most tiles that so many rows can have."""
+    return (rows + (TILE - 1) * sequences) // TILE
+
+
+@torch.library.custom_op("hstu::tiles", mutates_args=())
+def _tiles(offsets: Tensor, rows: int) -> Tensor:
+    spans = _spans(offsets)
+    most = max((end - start for start, end in spans), default=0)
+    tiles = [
+        (start, end - start, first // TILE)
+        for first in reversed(range(0, most, TILE))
+        for start, end in spans
+        if end - start > first
+    ]
+    out = offsets.new_zeros((tile_capacity(offsets.shape[0] - 1, rows) + 1, 3), dtype=torch.int32)
+    out[: len(tiles) + 1] = torch.tensor([(len(tiles), 0, 0), *tiles])
+    return out
+
+
+@_tiles.register_fake
+def _(offsets: Tensor, rows: int) -> Tensor:
+    return offsets.new_empty((tile_capacity(offsets.shape[0] - 1, rows) + 1, 3), dtype=torch.int32)
+
+
+def attention_tiles(offsets: Tensor, rows: int) -> Tensor | None:
+    """What ``hstu_attention`` on a GPU would else find out in every layer: the tiles of ``TILE`` rows of all sequences.
+
+    The first row is their number; then (start of the sequence, its length, number of the tile in it) of each, the last
+    tiles of the sequences first, since these have the most keys to attend to.  None where the loop is used.
+    """
+    return _tiles(offsets, rows) if HAS_TRITON and offsets.is_cuda else None
+
+
+@torch.library.custom_op("hstu::attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float, tiles: Tensor | None = None
+) -> Tensor:
+    return _attention_loop(q, k, v, offsets, bias, alpha)
+
+
+@_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float, tiles: Tensor | None = None
+) -> Tensor:
+    return q.new_empty(v.shape)
+
+
+@torch.library.custom_op("hstu::attention_backward", mutates_args=())
+def _attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    bias: Tensor,
+    alpha: float,
+    tiles: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _attention_backward_loop(grad, q, k, v, offsets, bias, alpha)
+
+
 @_attention_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), bias.new_empty(bias.shape)
 
 
+def _register_fused_kernels() -> None:
+    """On a GPU, for what `hstu_triton` supports; Triton is imported when they are first called."""
+
+    @_tiles.register_kernel("cuda")
+    def _(offsets: Tensor, rows: int) -> Tensor:
+        import hstu_triton
+
+        return hstu_triton.list_tiles(offsets, rows)
+
+    @_attention.register_kernel("cuda")
+    def _(
+        q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float, tiles: Tensor | None = None
+    ) -> Tensor:
+        import hstu_triton
+
+        if not hstu_triton.supports(q, k, v):
+            return _attention_loop(q, k, v, offsets, bias, alpha)
+        tiles = hstu_triton.list_tiles(offsets, q.shape[0]) if tiles is None else tiles
+        return hstu_triton.attention(q, k, v, tiles, bias, alpha)
+
+    @_attention_backward.register_kernel("cuda")
+    def _(grad, q, k, v, offsets, bias, alpha, tiles=None):
+        import hstu_triton
+
+        if not hstu_triton.supports(q, k, v):
+            return _attention_backward_loop(grad, q, k, v, offsets, bias, alpha)
+        tiles = hstu_triton.list_tiles(offsets, q.shape[0]) if tiles is None else tiles
+        return hstu_triton.attention_backward(grad, q, k, v, tiles, bias, alpha)
+
+
+if HAS_TRITON:
+    _register_fused_kernels()
+
+
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.alpha = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.alpha, tiles = inputs
+    ctx.save_for_backward(*tensors, tiles)
 
 
 def _attention_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, bias = _attention_backward(grad, *ctx.saved_tensors, ctx.alpha)
-    return q, k, v, None, bias, None
+    *tensors, tiles = ctx.saved_tensors
+    q, k, v, bias = _attention_backward(grad, *tensors, ctx.alpha, tiles)
+    return q, k, v, None, bias, None, None
 
 
 _attention.register_autograd(_attention_grad, setup_context=_attention_setup)
@@ -160,7 +255,9 @@ def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, offsets: Any, *
     return 5 * _attention_flops(q, k, v, offsets) // 2
 
 
-def hstu_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float) -> Tensor:
+def hstu_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tensor, alpha: float, tiles: Tensor | None = None
+) -> Tensor:
     """Causal pointwise SiLU attention within each jagged sequence.
 
     For position i of a sequence of length n, ``out_i`` is the sum over j <= i of
@@ -172,11 +269,12 @@ def hstu_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias: Tenso
         offsets: ``[B + 1]`` integers, the start of each sequence and finally N.
         bias: ``[H, max_distance]``, learned; the last entry serves every larger distance.
         alpha: scale of the dot products.
+        tiles: ``attention_tiles(offsets, N)``, for several layers to share.
 
     Returns:
         ``[N, H, Dv]``; differentiable in q, k, v and bias.
     """
-    return _attention(q, k, v, offsets, bias, alpha)
+    return _attention(q, k, v, offsets, bias, alpha, tiles)
 
 
 @torch.library.custom_op("hstu::segment_sum", mutates_args=())
@@ -228,12 +326,12 @@ class HSTUBlock(nn.Module):
         self.project_out = nn.Linear(dim, dim)
         nn.init.normal_(self.relative_bias, std=0.02)
 
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, offsets: Tensor, tiles: Tensor | None = None) -> Tensor:
         """``[N, dim]`` to ``[N, dim]``, the rows of each sequence attending to its earlier ones."""
         rows, head_dim = x.shape[0], self.dim // self.heads
         u, v, q, k = F.silu(self.project_in(self.norm(x))).split(self.dim, dim=1)
         v, q, k = (part.reshape(rows, self.heads, head_dim) for part in (v, q, k))
-        attended = hstu_attention(q, k, v, offsets, self.relative_bias, head_dim**-0.5)
+        attended = hstu_attention(q, k, v, offsets, self.relative_bias, head_dim**-0.5, tiles)
         gated = self.norm_out(attended.reshape(rows, self.dim)) * u
         return x + self.project_out(gated)
 
@@ -281,8 +379,9 @@ class HSTU(nn.Module):
         x, offsets = history.values(), history.offsets().to(torch.int64)
         if self.action in features.keys():  # noqa: SIM118 (a KeyedJaggedTensor is no mapping)
             x = x + embedded[self.action].values()
+        tiles = attention_tiles(offsets, x.shape[0])
         for block in self.blocks:
-            x = block(x, offsets)
+            x = block(x, offsets, tiles)
         lengths = history.lengths().clamp(min=1).unsqueeze(1)
         pooled = segment_sum(x, offsets) / lengths
         return (self.head(pooled) * candidate.values()).sum(dim=1)

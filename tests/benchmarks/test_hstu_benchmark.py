@@ -26,11 +26,11 @@ def out_and_gradients(attention, q, k, v, grad) -> list[torch.Tensor]:
 
 def check(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, most: float) -> None:
     """Distance to float64, relative, of the whole and of each tile of rows."""
-    import hstu_triton
+    import hstu_equal_length
 
     given = inputs(*shape, dtype, device)
-    expected = out_and_gradients(hstu_triton.hstu_attention_reference, *(x.double() for x in given))
-    for name, got, right in zip(NAMES, out_and_gradients(hstu_triton.hstu_attention, *given), expected, strict=True):
+    expected = out_and_gradients(hstu_equal_length.hstu_attention_reference, *(x.double() for x in given))
+    for name, got, right in zip(NAMES, out_and_gradients(hstu_equal_length.hstu_attention, *given), expected, strict=True):
         assert got.dtype == dtype and got.shape == right.shape
         for a, b in zip((got, *got.split(64, 2)), (right, *right.split(64, 2)), strict=True):
             off = float((a.double() - b).norm() / b.norm())
@@ -51,17 +51,17 @@ def whole_tiles(device: str) -> None:
 
 
 def the_future_is_not_seen(device: str) -> None:
-    import hstu_triton
+    import hstu_equal_length
 
     q, k, v, grad = inputs(1, 1, 150, 16, torch.float32, device)
-    out, dq, _, _ = out_and_gradients(hstu_triton.hstu_attention, q, k, v, grad)
+    out, dq, _, _ = out_and_gradients(hstu_equal_length.hstu_attention, q, k, v, grad)
     for x in (k, v):
         x[:, :, 100:] = 1e4
-    changed = out_and_gradients(hstu_triton.hstu_attention, q, k, v, grad)
+    changed = out_and_gradients(hstu_equal_length.hstu_attention, q, k, v, grad)
     assert torch.equal(out[:, :, :100], changed[0][:, :, :100]) and torch.equal(dq[:, :, :100], changed[1][:, :, :100])
     assert not torch.equal(out[:, :, 100:], changed[0][:, :, 100:])
     grad[:, :, 100:] = 0  # only the first hundred queries ask for anything
-    _, _, dk, dv = out_and_gradients(hstu_triton.hstu_attention, q, k, v, grad)
+    _, _, dk, dv = out_and_gradients(hstu_equal_length.hstu_attention, q, k, v, grad)
     assert not dk[:, :, 100:].any() and not dv[:, :, 100:].any() and dk[:, :, :100].any()
 
 
@@ -72,12 +72,12 @@ test_on_a_gpu = on_a_gpu(CASES)
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no triton")
 def test_bad_input():
-    import hstu_triton
+    import hstu_equal_length
 
     q = torch.zeros(1, 2, 8, 16)
     for bad in (q[0], q.double(), q.transpose(1, 2), torch.zeros(1, 2, 8, 24)):
         with pytest.raises(ValueError, match="freescale: hstu_attention expected .* found torch.float"):
-            hstu_triton.hstu_attention(q if bad.dim() == 4 and bad.shape[-1] == 16 else bad, bad, bad)
+            hstu_equal_length.hstu_attention(q if bad.dim() == 4 and bad.shape[-1] == 16 else bad, bad, bad)
 
 
 class TestOnGpu:
@@ -89,10 +89,10 @@ class TestOnGpu:
         check((2, 3, length, 64), torch.bfloat16, "cuda", 1e-2)
 
     def test_same_bits_every_time(self):
-        import hstu_triton
+        import hstu_equal_length
 
         given = inputs(2, 4, 1000, 64, torch.bfloat16, "cuda")
-        first, second = (out_and_gradients(hstu_triton.hstu_attention, *given) for _ in range(2))
+        first, second = (out_and_gradients(hstu_equal_length.hstu_attention, *given) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
