@@ -40,6 +40,7 @@ check balance 150 pytest -q -m gpu tests/runtime/samples/test_split_batch.py
 check contention 150 python3 benchmarks/contention.py $quick --json "$results/contention.json"
 check exchange_gpu 200 python3 benchmarks/exchange_gpu.py $quick --json "$results/exchange_gpu.json"
 check kernels_gpu 150 python3 benchmarks/kernels_gpu.py $quick --json "$results/kernels_gpu.json"
+check host_path 60 python3 benchmarks/host_path.py $quick --json "$results/host_path.json"
 check dispatch 150 python3 benchmarks/dispatch.py $quick --json "$results/dispatch.json"
 echo
 echo "$summary"
