@@ -44,8 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch  # noqa: E402
 
 from command_line import parser  # noqa: E402
-from exchange_gpu import mps  # noqa: E402
-from gpu_machine import machine, write  # noqa: E402
+from gpu_machine import machine, mps, write  # noqa: E402
 from step_gpu_model import EXAMPLES, Shape, Size, exponent_for  # noqa: E402
 from step_gpu_rank import environment, rank_main  # noqa: E402
 from step_gpu_variants import VARIANTS, Task  # noqa: E402
