@@ -33,7 +33,7 @@ HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torc
 
 
 @cache
-def _warm() -> None:
+def warm() -> None:
     """Start the forkserver, which finds modules by PYTHONPATH alone."""
     if _context.get_start_method() != "forkserver":
         return
@@ -97,7 +97,7 @@ def run_ranks(
     `group_timeout`: of the process group, if it is not to be that of the whole. `backend`: of the process group, as
     `init_process_group` takes it; with NCCL, all ranks are on the first GPU.
     """
-    _warm()
+    warm()
     with tempfile.TemporaryDirectory() as folder:
         pipes, ranks = [], []
         for rank in range(world):
@@ -159,7 +159,7 @@ def _alone(fn, args, pipe):
 
 def run_ranks_apart(fn: Callable[..., Any], calls: list[tuple], timeout: float = 240) -> list[Any]:
     """`fn(*args)` for each of `calls`, each in a fresh process without a process group of its own."""
-    _warm()
+    warm()
     results = []
     for args in calls:
         ours, theirs = _context.Pipe(duplex=False)
