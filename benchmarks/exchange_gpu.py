@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import tempfile
 import time
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -27,28 +25,12 @@ import torch.multiprocessing as mp
 
 from command_line import parser
 from freescale.kernels.transports import staged
-from gpu_machine import machine, quartiles, write
+from gpu_machine import machine, mps, quartiles, write
 
 WORLDS, SIZES = (2, 4, 8), (1, 4, 32, 128, 512)  # MB per rank
 WIDTH = 128  # floats in a row
 IN_A_ROW = 4
 wait = torch.ops._c10d_functional.wait_tensor.default
-
-
-@contextmanager
-def mps():
-    """The MPS server, from here to the end. Yields whether it is there."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder)
-        try:
-            started = subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False).returncode == 0
-        except FileNotFoundError:
-            started = False
-        try:
-            yield started
-        finally:
-            if started:
-                subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
 
 
 def counts_of(world: int, rows: int) -> torch.Tensor:

@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: tests, then benchmarks, then a short table.
+# Everything that needs a GPU, in one call: tests, several at a time, then benchmarks, one by one, then a short table.
 # Uses the python3 at hand; freescale is taken from dist/*.whl if there is one, else built from this tree.
-# Results (JSON) go to $OUT, or to benchmarks/results/. QUICK=1: benchmarks with --quick. ONLY="a b": only these steps.
+# Results (JSON) go to $OUT, or to benchmarks/results/; logs of the tests to $OUT. QUICK=1: benchmarks with --quick.
+# PART=1, PART=2: one half of it, each done within BUDGET seconds (540): all tests and the short benchmarks; the long
+# ones, step_gpu with fewer variants and rounds. ONLY="a b": only these checks. JOBS: tests at a time (a fourth of the
+# cores).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
 if ls dist/freescale-*.whl >/dev/null 2>&1; then
     python3 -m zipfile -e "$(ls -t dist/freescale-*.whl | head -n 1)" "$site"
 else
@@ -12,39 +16,97 @@ else
 fi
 export PYTHONPATH="$site:$PWD/tests/support${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 results=${OUT:-benchmarks/results}
+logs=${OUT:-$site}
 mkdir -p "$results"
 (cd "$site" && python3 -m freescale doctor)
 summary="check                     result       seconds"
 failed=0
+budget=${BUDGET:-${PART:+540}}
+jobs=${JOBS:-$(($(nproc) / 4))}
+at_once=() # names of the tests that were started
 
-check() { # check NAME SECONDS COMMAND...
-    local name=$1 limit=$2
+left() { echo $((${budget:-100000} - SECONDS)); }
+
+wanted() { # wanted NAME PART
+    if [ -n "${ONLY:-}" ]; then [[ " $ONLY " == *" $1 "* ]]; else [ "${PART:-$2}" = "$2" ]; fi
+}
+
+limited() { # limited SECONDS COMMAND...: for at most so long, and not longer than there is time
+    local limit=$1 most
+    shift
+    most=$(($(left) - 5))
+    if [ "$most" -lt 20 ]; then
+        echo "no time left"
+        return 124
+    fi
+    timeout -s KILL $((limit < most ? limit : most)) "$@"
+}
+
+report() { # report NAME CODE SECONDS
+    [ "$2" -eq 0 ] || failed=1
+    summary+=$'\n'$(printf '%-25s %-12s %s' "$1" "$([ "$2" -eq 0 ] && echo passed || echo "FAILED ($2)")" "$3")
+}
+
+start() { # start NAME PART SECONDS COMMAND...: beside others
+    local name=$1
+    wanted "$name" "$2" || return 0
     shift 2
-    if [ -n "${ONLY:-}" ] && [[ " $ONLY " != *" $name "* ]]; then return; fi
-    local began=$SECONDS code
+    while [ "$(jobs -rp | wc -l)" -ge $((jobs > 0 ? jobs : 1)) ]; do wait -n; done
+    {
+        local began=$SECONDS code
+        limited "$@" >"$logs/$name.log" 2>&1
+        code=$?
+        echo "$code $((SECONDS - began))" >"$site/$name.result"
+    } &
+    at_once+=("$name")
+}
+
+finish() { # what was started
+    local name
+    wait
+    for name in ${at_once[@]+"${at_once[@]}"}; do
+        echo "== $name"
+        tail -n 40 "$logs/$name.log"
+        report "$name" $(cat "$site/$name.result" 2>/dev/null || echo 1 0)
+    done
+    at_once=()
+}
+
+check() { # check NAME PART SECONDS COMMAND...: alone
+    local name=$1 began=$SECONDS
+    wanted "$name" "$2" || return 0
+    shift 2
     echo "== $name"
-    timeout -s KILL "$limit" "$@"
-    code=$?
-    [ $code -eq 0 ] || failed=1
-    summary+=$'\n'$(printf '%-25s %-12s %s' "$name" "$([ $code -eq 0 ] && echo passed || echo "FAILED ($code)")" $((SECONDS - began)))
+    limited "$@"
+    report "$name" $? $((SECONDS - began))
 }
 
 quick=${QUICK:+--quick}
-check tests 540 pytest -q -m gpu tests/kernels/test_gpu.py
-check kernels 200 pytest -q -m gpu tests/kernels/test_row_kernels.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
-check hstu 200 pytest -q -m gpu tests/models/test_hstu_attention.py
+gpu=(pytest -q -m gpu)
 sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python3)
-check sanitizer_rows 200 "${sanitizer[@]}" tests/kernels/test_row_kernels.py
-check sanitizer_dispatch 200 "${sanitizer[@]}" tests/kernels/test_sample_packing.py
-check transports 300 pytest -q -m gpu tests/kernels/test_transports.py
-check balance 150 pytest -q -m gpu tests/runtime/samples/test_split_batch.py
-check contention 150 python3 benchmarks/contention.py $quick --json "$results/contention.json"
-check hstu_attention 150 python3 benchmarks/hstu_attention.py $quick --json "$results/hstu_attention.json"
-check exchange_gpu 200 python3 benchmarks/exchange_gpu.py $quick --json "$results/exchange_gpu.json"
-check kernels_gpu 150 python3 benchmarks/kernels_gpu.py $quick --json "$results/kernels_gpu.json"
-check host_path 60 python3 benchmarks/host_path.py $quick --json "$results/host_path.json"
-check dispatch 150 python3 benchmarks/dispatch.py $quick --json "$results/dispatch.json"
-check step_gpu 560 python3 benchmarks/step_gpu.py $quick --ranks 2 --json "$results/step_gpu.json"
+training=tests/kernels/test_gpu.py::test_every_transport_gives_the_same_bits
+start tests_transports_4 1 400 "${gpu[@]}" "${training}[4]"
+start tests_nccl 1 400 "${gpu[@]}" tests/kernels/test_nccl.py
+start tests_transports_2 1 400 "${gpu[@]}" "${training}[2]"
+start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py --deselect "$training"
+start transports 1 300 "${gpu[@]}" tests/kernels/test_transports.py
+start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
+start hstu 1 200 "${gpu[@]}" tests/models/test_hstu_attention.py
+start sanitizer_rows 1 300 "${sanitizer[@]}" tests/kernels/test_row_kernels.py
+start sanitizer_dispatch 1 300 "${sanitizer[@]}" tests/kernels/test_sample_packing.py
+start balance 1 300 "${gpu[@]}" tests/runtime/samples/test_split_batch.py
+finish
+check kernels_gpu 1 150 python3 benchmarks/kernels_gpu.py $quick --json "$results/kernels_gpu.json"
+check dispatch 1 150 python3 benchmarks/dispatch.py $quick --json "$results/dispatch.json"
+check host_path 1 60 python3 benchmarks/host_path.py $quick --json "$results/host_path.json"
+check hstu_attention 1 150 python3 benchmarks/hstu_attention.py $quick --json "$results/hstu_attention.json"
+check contention 2 250 python3 benchmarks/contention.py $quick --json "$results/contention.json"
+check exchange_gpu 2 200 python3 benchmarks/exchange_gpu.py $quick --json "$results/exchange_gpu.json"
+steps=(--ranks 2 --json "$results/step_gpu.json")
+if [ -n "$budget" ]; then
+    steps+=(--rounds 2 --variants plain c10d c10d-ahead staged staged-ahead --seconds $(($(left) - 25)))
+fi
+check step_gpu 2 580 python3 benchmarks/step_gpu.py $quick "${steps[@]}"
 echo
 echo "$summary"
 exit $failed

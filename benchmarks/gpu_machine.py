@@ -1,4 +1,4 @@
-"""What a GPU result was measured on, and how it is written down."""
+"""What a GPU result was measured on, how several ranks share that GPU, and how the result is written down."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -27,6 +31,22 @@ def machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "kernel": platform.release(),
     }
+
+
+@contextmanager
+def mps() -> Iterator[bool]:
+    """The MPS server, for processes that start between here and the end. Yields whether it is there."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with mock.patch.dict(os.environ, CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder):
+            try:
+                started = subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False).returncode == 0
+            except FileNotFoundError:
+                started = False
+            try:
+                yield started
+            finally:
+                if started:
+                    subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:

@@ -73,9 +73,9 @@ class OneRank:
 
     def all_to_all(self, out, x, recv, send, group) -> None:  # noqa: ANN001
         start = time.thread_time()
-        if x.dim() == 2:  # counts and complaints
-            out[:, 0], out[:, 1:] = self.counts, x[:, 1:]
-            out[0] = x[0]
+        if x.dim() == 2:  # how it stands, counts and complaints
+            out[:] = x
+            out[1:, 1] = self.counts[1:]
         elif x.dtype == torch.uint8:  # flags
             out[: recv[0]] = x[: send[0]]
             out[recv[0] :] = torch.from_numpy(self.flags(recv))
@@ -111,7 +111,7 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.S
             clock.append(rank.clock())
             if before is None:
                 everything = [torch.ones_like(t, dtype=torch.bool) for t in (asked.needed.values, asked.rows)]
-                rows = exchange_plan.split_requests(asked, *everything)
+                rows = exchange_plan.plan_rows(asked, exchange_plan.split_requests(asked, *everything))
                 after = step_plan.plan_rows(number, values, asked, rows, like)
             else:
                 gradients, rows = row_requests.split_colliding(asked_before, asked, None)

@@ -44,8 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch  # noqa: E402
 
 from command_line import parser  # noqa: E402
-from exchange_gpu import mps  # noqa: E402
-from gpu_machine import machine, write  # noqa: E402
+from gpu_machine import machine, mps, write  # noqa: E402
 from step_gpu_model import EXAMPLES, Shape, Size, exponent_for  # noqa: E402
 from step_gpu_rank import environment, rank_main  # noqa: E402
 from step_gpu_variants import VARIANTS, Task  # noqa: E402
@@ -74,6 +73,14 @@ HEADLINES = (
 # ---- sets of processes -----------------------------------------------------------------------------------------------
 
 
+def context_for(device: str) -> Any:
+    """Fresh processes with a GPU, where a fork could not use CUDA; else forks of one that has torch loaded."""
+    context = mp.get_context("spawn" if device == "cuda" else "forkserver")
+    if device == "cpu":
+        context.set_forkserver_preload(["torch._inductor.compile_fx"])  # no effect where a server runs already
+    return context
+
+
 class Ranks:
     """A set of ranks at work on a task, and what they have said so far."""
 
@@ -86,7 +93,7 @@ class Ranks:
         self._at = [""] * world
 
     def run(self) -> None:
-        context = mp.get_context("spawn")
+        context = context_for(self.task.device)
         with tempfile.TemporaryDirectory() as folder:
             pipes, processes = [], []
             for rank in range(self.world):

@@ -16,7 +16,7 @@
 typedef int64_t i64;
 typedef uint64_t u64;
 
-enum { ITEMS, MORE_ITEMS, VALUES, ENDS, COUNTS, TABLE, BUFFERS };
+enum { ITEMS, MORE_ITEMS, VALUES, ENDS, COUNTS, TABLE, MASKS, BUFFERS };
 
 typedef struct {
     void *memory[BUFFERS];
@@ -341,6 +341,56 @@ void fs_deinterleave(const uint8_t *message, const i64 *first_counts, const i64 
         first += first_counts[p];
         second += second_counts[p];
     }
+}
+
+/* exchange_plan.collide: masks of the rows that both batches need, and what to tell the requesters. */
+i64 fs_collide(workspace *w, const i64 *before, i64 n_before, const i64 *before_counts, const i64 *after, i64 n_after,
+               const i64 *after_counts, i64 world, uint8_t *mask_before, uint8_t *mask_after, uint8_t *message) {
+    i64 result = fs_intersect(w, before, n_before, after, n_after, mask_before, mask_after);
+    if (result == 0) fs_interleave(mask_after, mask_before, after_counts, before_counts, world, message);
+    return result;
+}
+
+typedef struct { /* one batch: its keys as a requester, its rows as an owner */
+    const i64 *recv_counts, *rows, *send_counts;
+    const uint8_t *row_mask;
+    i64 n_keys, n_rows;
+    i64 *urgent_index, *other_index, *urgent_rows, *other_rows, *counts; /* counts: [4][world] */
+    i64 n_urgent_keys, n_urgent_rows;
+} batch;
+
+static void split_batch(batch *b, const uint8_t *key_mask, i64 world) {
+    i64 sizes[2];
+    fs_split_requests(key_mask, b->recv_counts, b->urgent_index, b->other_index, b->row_mask, b->rows, b->send_counts,
+                      b->urgent_rows, b->other_rows, world, b->counts, sizes);
+    b->n_urgent_keys = sizes[0];
+    b->n_urgent_rows = sizes[1];
+}
+
+typedef struct { /* distinct values, as exchange_plan.Deduplicated */
+    i64 *values, *order, *ends, distinct;
+} grouped;
+
+/* exchange_plan.split_batches, from what the owners have told: which keys of two consecutive batches both need. Of the
+ * batch after: `inverse` becomes places in (early rows, urgent rows), and `entries` counts positions with urgent rows.
+ * Of the batch before: the owner's distinct rows in urgent and in late gradients. */
+i64 fs_split_batches(workspace *w, const uint8_t *message, i64 world, batch *before, batch *after, const i64 *inverse,
+                     i64 n, const i64 *ends, i64 *merged, i64 *entries, grouped *urgent, grouped *late) {
+    uint8_t *keys_after = room(w, MASKS, after->n_keys + before->n_keys + 1);
+    if (!keys_after) return NO_MEMORY;
+    uint8_t *keys_before = keys_after + after->n_keys;
+    fs_deinterleave(message, after->recv_counts, before->recv_counts, world, keys_after, keys_before);
+    split_batch(before, keys_before, world);
+    split_batch(after, keys_after, world);
+    i64 n_early = after->n_keys - after->n_urgent_keys;
+    if (fs_merge_inverse(w, inverse, n, after->other_index, n_early, after->urgent_index, after->n_urgent_keys, merged))
+        return NO_MEMORY;
+    *entries = fs_segment_entries(ends, after->urgent_index, after->n_urgent_keys);
+    urgent->distinct =
+        fs_deduplicate(w, before->urgent_rows, before->n_urgent_rows, urgent->values, urgent->order, urgent->ends);
+    late->distinct = fs_deduplicate(w, before->other_rows, before->n_rows - before->n_urgent_rows, late->values,
+                                    late->order, late->ends);
+    return urgent->distinct < 0 || late->distinct < 0 ? NO_MEMORY : 0;
 }
 
 /* Arrays one after the other, each at the beginning of its room. */

@@ -265,3 +265,72 @@ def entries_of(unique: Deduplicated, indices: torch.Tensor) -> int:
     if native_plan.library() is not None:
         return native_plan.segment_entries(unique.ends, indices)
     return int(segment_sizes(unique.ends)[indices].sum())
+
+
+class RowsPlan(NamedTuple):
+    """What a step needs to know to get its rows."""
+
+    split: Split
+    inverse: torch.Tensor  # position -> place in (early rows, urgent rows)
+    urgent_entries: int  # positions with urgent rows
+
+
+class GradientsPlan(NamedTuple):
+    """What a step needs to know to send its gradients, and the owner to apply them."""
+
+    split: Split
+    urgent_update: Deduplicated  # the owner's rows in urgent gradients
+    late_update: Deduplicated
+
+
+def plan_rows(requests: Requests, split: Split) -> RowsPlan:
+    inverse = merged_inverse(requests.inverse, split.rest, split.urgent)
+    return RowsPlan(split, inverse, entries_of(requests.needed, split.urgent.index))
+
+
+def plan_gradients(split: Split) -> GradientsPlan:
+    return GradientsPlan(split, deduplicate(split.urgent.rows), deduplicate(split.rest.rows))
+
+
+class Collision(NamedTuple):
+    """What an owner finds: which of its rows two consecutive batches share."""
+
+    before: torch.Tensor  # mask of the rows that are requested in the batch before
+    after: torch.Tensor
+    message: torch.Tensor  # to each requester: a byte per row of `after`, then a byte per row of `before`
+
+
+def collide(before: Requests, after: Requests) -> Collision:
+    if native_plan.library() is not None:
+        return Collision(*native_plan.collide(before.rows, before.send_counts, after.rows, after.send_counts))
+    mask_before, mask_after = intersection_masks(before.rows, after.rows)
+    first = _first_part(after.send_counts, before.send_counts)
+    message = np.empty(first.shape[0], dtype=np.uint8)
+    message[first], message[~first] = mask_after, mask_before
+    return Collision(mask_before, mask_after, torch.from_numpy(message))
+
+
+def split_batches(
+    message: torch.Tensor, collision: Collision, before: Requests, after: Requests
+) -> tuple[GradientsPlan, RowsPlan]:
+    """Plan the gradients of `before` and the rows of `after`, from what the owners told this rank."""
+    if native_plan.library() is not None:
+        batches = [
+            (r.needed.values.shape[0], r.recv_counts, r.rows, r.send_counts, mask)
+            for r, mask in ((before, collision.before), (after, collision.after))
+        ]
+        first, second, inverse, entries, urgent, late = native_plan.split_batches(
+            message, *batches, after.inverse, after.needed.ends
+        )
+        gradients = GradientsPlan(Split(*(Chunk(*c) for c in first)), Deduplicated(*urgent), Deduplicated(*late))
+        return gradients, RowsPlan(Split(*(Chunk(*c) for c in second)), inverse, entries)
+    first_part, flags = _first_part(after.recv_counts, before.recv_counts), message.numpy().astype(bool)
+    keys_after, keys_before = torch.from_numpy(flags[first_part]), torch.from_numpy(flags[~first_part])
+    gradients = plan_gradients(split_requests(before, keys_before, collision.before))
+    return gradients, plan_rows(after, split_requests(after, keys_after, collision.after))
+
+
+def _first_part(first_counts: torch.Tensor, second_counts: torch.Tensor) -> np.ndarray:
+    """Which entries of a message per peer (first part, second part) belong to the first part."""
+    parts = torch.stack([first_counts, second_counts], 1).view(-1).numpy()
+    return np.repeat(np.tile([True, False], first_counts.shape[0]), parts)

@@ -28,8 +28,8 @@ _SIGNATURES = {  # P: pointer, n: number, v: nothing; the result comes first
     "fs_split_requests": "vPPPPPPPPPnPP",
     "fs_merge_inverse": "nPPnPnPnP",
     "fs_segment_entries": "nPPn",
-    "fs_interleave": "vPPPPnP",
-    "fs_deinterleave": "vPPPnPP",
+    "fs_collide": "nPPnPPnPnPPP",
+    "fs_split_batches": "nPPnPPPnPPPPP",
     "fs_pack": "vPPPnP",
 }
 
@@ -175,21 +175,83 @@ def segment_entries(ends: torch.Tensor, indices: torch.Tensor) -> int:
     return library().fs_segment_entries(ends.data_ptr(), indices.data_ptr(), indices.shape[0])
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+def collide(
+    before: torch.Tensor, before_counts: torch.Tensor, after: torch.Tensor, after_counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(mask of `before`, mask of `after`, message to the requesters)"""
+    sizes = before.shape[0], after.shape[0]
+    mask_before, mask_after, message = (np.empty(n, dtype=np.bool_) for n in (*sizes, sum(sizes)))
+    result = library().fs_collide(
+        _workspace(), before.data_ptr(), sizes[0], before_counts.data_ptr(), after.data_ptr(), sizes[1],
+        after_counts.data_ptr(), before_counts.shape[0], *map(_address, (mask_before, mask_after, message)),
+    )  # fmt: skip
+    _checked(result)
+    return torch.from_numpy(mask_before), torch.from_numpy(mask_after), torch.from_numpy(message.view(np.uint8))
 
 
-def interleave(parts: Pair, counts: Pair) -> torch.Tensor:
-    message = np.empty(parts[0].shape[0] + parts[1].shape[0], dtype=np.uint8)
-    library().fs_interleave(*(t.data_ptr() for t in (*parts, *counts)), counts[0].shape[0], _address(message))
-    return torch.from_numpy(message)
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("recv_counts", "rows", "send_counts", "row_mask")),
+        *((name, ctypes.c_int64) for name in ("n_keys", "n_rows")),
+        *((f, ctypes.c_void_p) for f in ("urgent_index", "other_index", "urgent_rows", "other_rows", "counts")),
+        *((name, ctypes.c_int64) for name in ("n_urgent_keys", "n_urgent_rows")),
+    ]
 
 
-def deinterleave(message: torch.Tensor, counts: Pair) -> Pair:
-    first, second = (np.empty(int(c.numpy().sum()), dtype=np.bool_) for c in counts)
-    library().fs_deinterleave(
-        message.data_ptr(), *(c.data_ptr() for c in counts), counts[0].shape[0], _address(first), _address(second)
-    )
-    return torch.from_numpy(first), torch.from_numpy(second)
+class _Grouped(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("values", "order", "ends")), ("distinct", ctypes.c_int64)]
+
+
+class _SplitBatch:
+    """One batch, with room for what fs_split_batches makes of it."""
+
+    def __init__(
+        self, n_keys: int, recv_counts: torch.Tensor, rows: torch.Tensor, send_counts: torch.Tensor, mask: torch.Tensor
+    ) -> None:
+        sizes = n_keys, n_keys, rows.shape[0], rows.shape[0]
+        self._buffers = [_room(n) for n in sizes]
+        self._counts = np.empty((4, recv_counts.shape[0]), dtype=np.int64)
+        inputs = (t.data_ptr() for t in (recv_counts, rows, send_counts, mask))
+        outputs = map(_address, (*self._buffers, self._counts))
+        self.argument = _Batch(*inputs, n_keys, rows.shape[0], *outputs)
+
+    def chunks(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The fields of two chunks: urgent, others."""
+        a, (urgent_index, other_index, urgent_rows, other_rows) = self.argument, self._buffers
+        recv_urgent, recv_others, send_urgent, send_others = (torch.from_numpy(c.copy()) for c in self._counts)
+        keys, rows = a.n_urgent_keys, a.n_urgent_rows
+        urgent = [_tensor(urgent_index, keys), recv_urgent, _tensor(urgent_rows, rows), send_urgent]
+        keys, rows = a.n_keys - keys, a.n_rows - rows
+        return urgent, [_tensor(other_index, keys), recv_others, _tensor(other_rows, rows), send_others]
+
+
+class _GroupedRows:
+    def __init__(self, n: int) -> None:
+        self._buffers = [_room(n) for _ in range(3)]
+        self.argument = _Grouped(*map(_address, self._buffers), 0)
+
+    def fields(self, n: int) -> list[torch.Tensor]:
+        distinct = self.argument.distinct
+        return list(map(_tensor, self._buffers, (distinct, n, distinct)))
+
+
+def split_batches(
+    message: torch.Tensor, before: tuple[Any, ...], after: tuple[Any, ...], inverse: torch.Tensor, ends: torch.Tensor
+) -> tuple[Any, ...]:
+    """What exchange_plan.split_batches returns, as fields. `before`, `after`: the arguments of _SplitBatch."""
+    first, second = _SplitBatch(*before), _SplitBatch(*after)
+    n, n_rows, world = inverse.shape[0], before[2].shape[0], before[1].shape[0]
+    merged, entries = _room(n), ctypes.c_int64()
+    urgent, late = _GroupedRows(n_rows), _GroupedRows(n_rows)
+    result = library().fs_split_batches(
+        _workspace(), message.data_ptr(), world, *map(ctypes.addressof, (first.argument, second.argument)),
+        inverse.data_ptr(), n, ends.data_ptr(), _address(merged),
+        *map(ctypes.addressof, (entries, urgent.argument, late.argument)),
+    )  # fmt: skip
+    _checked(result)
+    n_urgent = first.argument.n_urgent_rows
+    updates = urgent.fields(n_urgent), late.fields(n_rows - n_urgent)
+    return first.chunks(), second.chunks(), _tensor(merged, n), entries.value, *updates
 
 
 def pack(tensors: Sequence[torch.Tensor], rooms: Sequence[int], out: torch.Tensor) -> None:

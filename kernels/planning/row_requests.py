@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
-from freescale.kernels.planning import exchange_plan, native_plan
+from freescale.kernels.planning import exchange_plan
 
 
 class IdOutsideTable(IndexError):
@@ -27,11 +27,44 @@ def request_rows(
 ) -> exchange_plan.Requests:
     """Tell each owner which of its rows this rank needs. An invalid id on any rank raises on every rank."""
     own = exchange_plan.own_requests(ids, first_row_of_feature, table_sizes, owners)
-    invalid = None
-    if isinstance(own, exchange_plan.InvalidId):
-        invalid, own = own, exchange_plan.own_requests([i[:0] for i in ids], first_row_of_feature, table_sizes, owners)
+    _, (send_counts,) = exchange_headers(0, [own], owners.starts.shape[0] - 1, [table], group)
     assert isinstance(own, exchange_plan.OwnRequests)
-    send_counts = exchange_request_counts(own.recv_counts, invalid, table, group)
+    return send_requests(own, send_counts, group)
+
+
+def exchange_headers(
+    status: int,
+    own: Sequence[exchange_plan.OwnRequests | exchange_plan.InvalidId],
+    world: int,
+    tables: Sequence[str],
+    group: dist.ProcessGroup,
+    check_status: Callable[[list[int]], None] = lambda statuses: None,
+) -> tuple[list[int], list[torch.Tensor]]:
+    """One small all-to-all: how it stands on each rank, and for each exchange how many rows each rank requests from
+    this one. `check_status` may raise; after that an invalid id on any rank raises on every rank."""
+    sent = np.zeros((world, 1 + 3 * len(tables)), dtype=np.int64)
+    received = np.empty_like(sent)
+    sent[:, 0] = status
+    for i, requests in enumerate(own):
+        invalid = isinstance(requests, exchange_plan.InvalidId)
+        sent[:, 3 * i + 1] = 0 if invalid else requests.recv_counts.numpy()
+        sent[:, 3 * i + 2 : 3 * i + 4] = requests if invalid else (-1, 0)
+    all_to_all_cpu(torch.from_numpy(received), torch.from_numpy(sent), [1] * world, [1] * world, group)
+    statuses = received[:, 0].tolist()
+    check_status(statuses)
+    for i, table in enumerate(tables):
+        features, values = received[:, 3 * i + 2], received[:, 3 * i + 3]
+        rank = int(np.argmax(features >= 0))
+        if features[rank] >= 0:
+            where = table_registry.get_table(table).describe(int(features[rank]))
+            raise IdOutsideTable(f"freescale: rank {rank}: id {int(values[rank])} is outside {where}")
+    return statuses, [torch.from_numpy(received[:, 3 * i + 1].copy()) for i in range(len(tables))]
+
+
+def send_requests(
+    own: exchange_plan.OwnRequests, send_counts: torch.Tensor, group: dist.ProcessGroup
+) -> exchange_plan.Requests:
+    """Tell each owner which rows. `send_counts`: how many each rank requests from this one."""
     send = send_counts.numpy().tolist()
     rows = torch.empty(sum(send), dtype=torch.int64)
     all_to_all_cpu(rows, own.rows, send, own.recv_counts.numpy().tolist(), group)
@@ -40,64 +73,27 @@ def request_rows(
 
 def split_colliding(
     before: exchange_plan.Requests, after: exchange_plan.Requests, group: dist.ProcessGroup
-) -> tuple[exchange_plan.Split, exchange_plan.Split]:
+) -> tuple[exchange_plan.GradientsPlan, exchange_plan.RowsPlan]:
     """Split two consecutive batches by the rows that both need: (gradients of `before`, rows of `after`).
 
     The owner finds them, since different ranks may need a row in the two batches, and tells each requester in one
-    exchange: a byte per row of `after`, then a byte per row of `before`.
+    exchange.
     """
-    rows_before, rows_after = exchange_plan.intersection_masks(before.rows, after.rows)
-    send = (after.send_counts, before.send_counts)
-    recv = (after.recv_counts, before.recv_counts)
-    flags = _interleave((rows_after, rows_before), send)
-    recv_sizes, send_sizes = ((after.numpy() + before.numpy()).tolist() for after, before in (recv, send))
-    received = torch.empty(sum(recv_sizes), dtype=torch.uint8)
-    all_to_all_cpu(received, flags, recv_sizes, send_sizes, group)
-    keys_after, keys_before = _deinterleave(received, recv)
-    return (
-        exchange_plan.split_requests(before, keys_before, rows_before),
-        exchange_plan.split_requests(after, keys_after, rows_after),
-    )
+    collision = exchange_plan.collide(before, after)
+    counts = ((after.recv_counts, before.recv_counts), (after.send_counts, before.send_counts))
+    recv, send = ((x.numpy() + y.numpy()).tolist() for x, y in counts)
+    received = torch.empty(sum(recv), dtype=torch.uint8)
+    all_to_all_cpu(received, collision.message, recv, send, group)
+    return exchange_plan.split_batches(received, collision, before, after)
 
 
-def _first_part(counts: tuple[torch.Tensor, torch.Tensor]) -> np.ndarray:
-    """Which entries of a message per peer (first part, second part) belong to the first part."""
-    world = counts[0].shape[0]
-    return np.repeat(np.tile([True, False], world), torch.stack(counts, 1).view(-1).numpy())
-
-
-def _interleave(parts: tuple[torch.Tensor, torch.Tensor], counts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    if native_plan.library() is not None:
-        return native_plan.interleave(parts, counts)
-    first = _first_part(counts)
-    message = np.empty(first.shape[0], dtype=np.uint8)
-    message[first], message[~first] = parts
-    return torch.from_numpy(message)
-
-
-def _deinterleave(
-    message: torch.Tensor, counts: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if native_plan.library() is not None:
-        return native_plan.deinterleave(message, counts)
-    first, flags = _first_part(counts), message.numpy().astype(bool)
-    return torch.from_numpy(flags[first]), torch.from_numpy(flags[~first])
-
-
-def exchange_request_counts(
-    recv_counts: torch.Tensor, invalid: tuple[int, int] | None, table: str, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """How many rows each rank requests from this one. `invalid` (feature, id) on any rank raises on every rank."""
-    world = recv_counts.shape[0]
-    sent, received = np.empty((world, 3), dtype=np.int64), np.empty((world, 3), dtype=np.int64)
-    sent[:, 0] = recv_counts.numpy()
-    sent[:, 1:] = invalid if invalid is not None else (-1, 0)
-    all_to_all_cpu(torch.from_numpy(received), torch.from_numpy(sent), [1] * world, [1] * world, group)
-    rank = int(np.argmax(received[:, 1] >= 0))
-    if received[rank, 1] >= 0:
-        where = table_registry.get_table(table).describe(int(received[rank, 1]))
-        raise IdOutsideTable(f"freescale: rank {rank}: id {int(received[rank, 2])} is outside {where}")
-    return torch.from_numpy(received[:, 0].copy())
+def exchange_invalid_id(invalid: tuple[int, int] | None, table: str, group: dist.ProcessGroup) -> None:
+    """An invalid id (feature, id) on any rank raises on every rank."""
+    nothing = torch.zeros(group.size(), dtype=torch.int64)
+    index = torch.empty(0, dtype=torch.int64)
+    none = exchange_plan.OwnRequests(exchange_plan.Deduplicated(index, index, index), index, index, nothing)
+    own = none if invalid is None else exchange_plan.InvalidId(*invalid)
+    exchange_headers(0, [own], group.size(), [table], group)
 
 
 def all_to_all_cpu(

@@ -1,6 +1,8 @@
 """How one batch after the other is planned: load, balance, request its rows from their owners, plan the two steps.
 
-After loading, and again after balancing, the ranks tell each other how it went, so that they all go on or all stop.
+Before they do anything together the ranks tell each other how loading went, so that they all go on or all stop.
+
+Every call that gives Python's lock away can make the training thread wait for it: so few calls, and few collectives.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from freescale.runtime.tables.table_exchange import Exchange
 log = logging.getLogger(__name__)
 
 _OK, _ENDED, _FAILED = range(3)  # how loading went
-_NOT_BALANCED = [-1, 0]  # in place of what a BatchBalancer tells the other ranks
+_NOTHING_TO_BALANCE = [-1, 0]  # in place of what a BatchBalancer tells the other ranks
 
 
 class EndOfPlanning(Exception):
@@ -47,7 +49,7 @@ class _Loaded:
     error: BaseException | None = None
     batch: Any = None
     ids: list[list[torch.Tensor]] = field(default_factory=list)  # per exchange and feature
-    for_balancer: list[int] = field(default_factory=lambda: _NOT_BALANCED)
+    for_balancer: list[int] = field(default_factory=lambda: _NOTHING_TO_BALANCE)
     loader_state: Any = None
 
 
@@ -77,11 +79,12 @@ class BatchPlanning:
 
         Raises EndOfPlanning, on every rank at the same batch.
         """
+        if self.number == 0:
+            self._require_same_balance()
         loaded = self._load()
-        from_all_ranks = self._compare_ranks(loaded)
         if self.balancer is not None:
-            self._balance(self.balancer, loaded, from_all_ranks)
-        requests = self._request_rows(loaded.ids)
+            self._balance(self.balancer, loaded, self._gather_for_balancer(loaded))
+        requests = self._request_rows(loaded)
         planned = self._plan(loaded, requests)
         self._upload(planned)
         complete, self._previous, self._previous_requests = self._previous, planned, requests
@@ -93,7 +96,7 @@ class BatchPlanning:
         if self._previous is None:
             return None
         for plan, requests in zip(self._previous.plans, self._previous_requests, strict=True):
-            step_plan.plan_gradients(plan, _all_chosen(requests))
+            step_plan.plan_gradients(plan, exchange_plan.plan_gradients(_all_chosen(requests)))
             plan.next, plan.last = step_plan.plan_without_rows(plan), True
         following = [plan.next for plan in self._previous.plans if plan.next is not None]
         if (upload := self._uploader.plans(following, self._previous.plans)) is not None:
@@ -124,7 +127,6 @@ class BatchPlanning:
 
     def _balance(self, balancer: BatchBalancer, loaded: _Loaded, from_all_ranks: list[list[int]]) -> None:
         """Put the balanced batch and its ids in place."""
-        loaded.for_balancer = _NOT_BALANCED
         try:
             loaded.batch = balancer.balance(from_all_ranks)
         except BalanceError as error:  # on every rank alike; anything else may have come between its collectives
@@ -134,19 +136,30 @@ class BatchPlanning:
                 loaded.ids = self._ids_of(loaded.batch)
             except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)
                 loaded.status, loaded.error = _FAILED, error
-        self._compare_ranks(loaded)
 
-    def _request_rows(self, ids: list[list[torch.Tensor]]) -> list[exchange_plan.Requests]:
-        requests = []
-        for x, per_feature in zip(self.exchanges, ids, strict=True):
-            self.busy_since = time.monotonic()
+    def _request_rows(self, loaded: _Loaded) -> list[exchange_plan.Requests]:
+        """Tell the owners which rows, once every rank has said that it goes on."""
+        own = []
+        for x, ids in zip(self.exchanges, loaded.ids, strict=loaded.status == _OK):
             owners = exchange_plan.OwnerMap(x.bounds, x.shifts, x.starts)
-            try:
-                requests.append(
-                    row_requests.request_rows(per_feature, x.row_offsets, x.table_sizes, owners, x.name, self.group)
-                )
-            except row_requests.IdOutsideTable as error:  # on every rank alike
-                raise EndOfPlanning(error) from None
+            own.append(exchange_plan.own_requests(ids, x.row_offsets, x.table_sizes, owners))
+        self.busy_since = time.monotonic()
+        try:
+            _, counts = row_requests.exchange_headers(
+                loaded.status,
+                own,
+                self.group.size(),
+                [x.name for x in self.exchanges],
+                self.group,
+                lambda statuses: self._require_all_go_on(statuses, loaded.error),
+            )
+        except row_requests.IdOutsideTable as error:  # on every rank alike
+            raise EndOfPlanning(error) from None
+        requests = []
+        for requested, send_counts in zip(own, counts, strict=True):
+            assert isinstance(requested, exchange_plan.OwnRequests)
+            self.busy_since = time.monotonic()
+            requests.append(row_requests.send_requests(requested, send_counts, self.group))
         return requests
 
     def _plan(self, loaded: _Loaded, requests: list[exchange_plan.Requests]) -> PlannedBatch:
@@ -155,7 +168,7 @@ class BatchPlanning:
         for i, x in enumerate(self.exchanges):
             ids = _together(loaded.ids[i])
             if self._previous is None:
-                rows = _all_chosen(requests[i])
+                rows = exchange_plan.plan_rows(requests[i], _all_chosen(requests[i]))
             else:
                 self.busy_since = time.monotonic()
                 gradients, rows = row_requests.split_colliding(self._previous_requests[i], requests[i], self.group)
@@ -178,14 +191,26 @@ class BatchPlanning:
 
     # -- what all ranks must agree on -----------------------------------------------------------------------------
 
-    def _compare_ranks(self, loaded: _Loaded) -> list[list[int]]:
+    def _require_same_balance(self) -> None:
+        self.busy_since = time.monotonic()
+        balanced = {balances for (balances,) in distributed.gather_ints([self.balancer is not None], self.group)}
+        self.busy_since = None
+        if len(balanced) > 1:
+            message = "freescale: some ranks balance and others do not; give every LookaheadLoader the same `balance`"
+            raise EndOfPlanning(ValueError(message))
+
+    def _gather_for_balancer(self, loaded: _Loaded) -> list[list[int]]:
         """What each rank tells the balancers. Raises EndOfPlanning unless every rank goes on."""
         self.busy_since = time.monotonic()
         gathered = distributed.gather_ints([loaded.status, *loaded.for_balancer], self.group)
         self.busy_since = time.monotonic()
-        statuses, for_balancers = [s for s, *_ in gathered], [rest for _, *rest in gathered]
+        self._require_all_go_on([s for s, *_ in gathered], loaded.error)
+        return [rest for _, *rest in gathered]
+
+    def _require_all_go_on(self, statuses: list[int], error: BaseException | None) -> None:
+        """Raises EndOfPlanning where a rank's loader has ended or failed."""
         if _FAILED in statuses:
-            raise EndOfPlanning(self._failure(statuses, loaded.error))
+            raise EndOfPlanning(self._failure(statuses, error))
         if set(statuses) == {_ENDED}:
             raise EndOfPlanning(None)
         if _ENDED in statuses:
@@ -197,10 +222,6 @@ class BatchPlanning:
                 raise EndOfPlanning(RuntimeError(message))
             log.warning(message)
             raise EndOfPlanning(None)
-        if len({rest[0] == _NOT_BALANCED[0] for rest in for_balancers}) > 1:
-            message = "freescale: some ranks balance and others do not; give every LookaheadLoader the same `balance`"
-            raise EndOfPlanning(ValueError(message))
-        return for_balancers
 
     def _failure(self, statuses: list[int], error: BaseException | None) -> BaseException:
         """Every rank learns which rank failed at which batch, and with what words; that rank raises its own error."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from freescale.compat import dynamo
@@ -111,15 +112,20 @@ def no_late_gradients(p: StepPlan) -> LateGradients:
 
 
 def plan_rows(
-    number: int, ids: torch.Tensor, requests: exchange_plan.Requests, rows: exchange_plan.Split, anchor: torch.Tensor
+    number: int,
+    ids: torch.Tensor,
+    requests: exchange_plan.Requests,
+    rows: exchange_plan.RowsPlan,
+    anchor: torch.Tensor,
 ) -> StepPlan:
-    """The forward half: `rows.urgent` are the colliding (urgent) rows. `anchor` has the table's type and device."""
-    urgent, early = rows
+    """The forward half: `rows.split.urgent` are the colliding (urgent) rows. `anchor` has the table's type and
+    device."""
+    urgent, early = rows.split
     n_early = early.index.shape[0]
     return StepPlan(
-        step=torch.tensor(number),
+        step=torch.from_numpy(np.array(number)),
         ids=ids,
-        inverse=exchange_plan.merged_inverse(requests.inverse, early, urgent),
+        inverse=rows.inverse,
         order=requests.needed.order,
         ends=requests.needed.ends,
         urgent=UrgentRows(urgent.rows, urgent.send_counts, urgent.recv_counts),
@@ -131,15 +137,13 @@ def plan_rows(
     )
 
 
-def plan_gradients(p: StepPlan, gradients: exchange_plan.Split) -> None:
-    """The backward half: `gradients.urgent` are those that the next batch needs (urgent)."""
-    urgent, late = gradients
-    own = exchange_plan.deduplicate(urgent.rows)
-    p.urgent_gradients = UrgentGradients(
-        urgent.index, own.values, own.order, own.ends, urgent.recv_counts, urgent.send_counts
-    )
+def plan_gradients(p: StepPlan, gradients: exchange_plan.GradientsPlan) -> None:
+    """The backward half: `gradients.split.urgent` are those that the next batch needs (urgent)."""
+    urgent, late = gradients.split
+    rows, order, ends = gradients.urgent_update
+    p.urgent_gradients = UrgentGradients(urgent.index, rows, order, ends, urgent.recv_counts, urgent.send_counts)
     p.late_index = late.index
-    p.late_update = OwnerUpdate(*exchange_plan.deduplicate(late.rows))
+    p.late_update = OwnerUpdate(*gradients.late_update)
     p.late_counts = Counts(late.recv_counts, late.send_counts)
     for counts in (p.urgent_gradients.send_counts, p.urgent_gradients.recv_counts, *p.late_counts):
         dynamo.mark_static(counts)
@@ -151,16 +155,17 @@ def plan_gradients(p: StepPlan, gradients: exchange_plan.Split) -> None:
     p.stats["bytes_back_urgent"], p.stats["bytes_late"] = urgent.index.shape[0] * row_bytes, n * row_bytes
 
 
-def _row_stats(requests: exchange_plan.Requests, rows: exchange_plan.Split, anchor: torch.Tensor) -> dict[str, int]:
+def _row_stats(requests: exchange_plan.Requests, rows: exchange_plan.RowsPlan, anchor: torch.Tensor) -> dict[str, int]:
     row_bytes = anchor.shape[1] * anchor.element_size()
+    n_urgent, n_early = (chunk.index.shape[0] for chunk in rows.split)
     return {
         "values": requests.needed.order.shape[0],
         "unique_rows": requests.needed.values.shape[0],
-        "colliding_rows": rows.urgent.index.shape[0],
-        "bytes_urgent": rows.urgent.index.shape[0] * row_bytes,
-        "bytes_early": rows.rest.index.shape[0] * row_bytes,
+        "colliding_rows": n_urgent,
+        "bytes_urgent": n_urgent * row_bytes,
+        "bytes_early": n_early * row_bytes,
         # what a split of looked-up values, without bringing duplicates together, would leave urgent
-        "bytes_urgent_per_value": exchange_plan.entries_of(requests.needed, rows.urgent.index) * row_bytes,
+        "bytes_urgent_per_value": rows.urgent_entries * row_bytes,
     }
 
 

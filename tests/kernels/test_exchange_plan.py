@@ -150,14 +150,15 @@ def plan_all(case: Case, threads: Threads, rank: int) -> list[Planned]:
             ids, [firsts[t] for t in case.features], [case.tables[t] for t in case.features], owners, "t", rank
         )
         if planned:
-            planned[-1].gradients, rows = row_requests.split_colliding(planned[-1].asked, asked, rank)
+            gradients, rows = row_requests.split_colliding(planned[-1].asked, asked, rank)
+            planned[-1].gradients = gradients.split
+            step_plan.plan_gradients(planned[-1].step, gradients)
         else:
-            rows = everything(asked)
+            rows = exchange_plan.plan_rows(asked, everything(asked))
         step = step_plan.plan_rows(number, torch.cat(ids), asked, rows, torch.empty(0, DIM))
-        planned.append(Planned(asked, rows, None, step))
+        planned.append(Planned(asked, rows.split, None, step))
     planned[-1].gradients = everything(planned[-1].asked)
-    for p in planned:
-        step_plan.plan_gradients(p.step, p.gradients)
+    step_plan.plan_gradients(planned[-1].step, exchange_plan.plan_gradients(planned[-1].gradients))
     return planned
 
 

@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks and bring back what each returned.
+"""Run a function on several ranks, gloo unless told otherwise, and bring back what each returned.
 
 Ranks come from a forkserver that has torch loaded and warm (warm_ranks.py), so they start in a tenth of a second. What a
 C++ compiler made for one rank serves all others of the run (session_folder.py); graphs are compiled anew, so every rank
@@ -33,7 +33,7 @@ HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torc
 
 
 @cache
-def _warm() -> None:
+def warm() -> None:
     """Start the forkserver, which finds modules by PYTHONPATH alone."""
     if _context.get_start_method() != "forkserver":
         return
@@ -46,7 +46,12 @@ class RankFailed(AssertionError):
     """A rank raised; the message holds every failed rank's traceback."""
 
 
-def _rank(fn, rank, world, store, timeout, env, own, pipe, args):
+def nccl_environment(rank: int) -> dict[str, str]:
+    """NCCL refuses two ranks on one GPU, unless it takes them for ranks of different hosts: then it uses sockets."""
+    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+def _rank(fn, rank, world, backend, store, timeout, env, own, pipe, args):
     os.environ.update({"OMP_NUM_THREADS": "1", **env})
     import torch
     import torch._functorch.config
@@ -57,14 +62,18 @@ def _rank(fn, rank, world, store, timeout, env, own, pipe, args):
     graphs_too = "TORCHINDUCTOR_CACHE_DIR" in own
     torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = graphs_too
     try:
+        if "nccl" in backend:
+            torch.cuda.set_device(0)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=timeout),
         )
         pipe.send((True, pickle.dumps(fn(*args))))  # plain pickle: tensors travel by value
+        if "nccl" in backend:
+            time.sleep(timeout)  # to be killed: a thread of NCCL's may still be sending what another rank waits for
     except BaseException as error:  # noqa: BLE001
         pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
     finally:
@@ -81,23 +90,24 @@ def run_ranks(
     env_of: dict[int, dict[str, str]] | None = None,
     expect_errors: bool = False,
     group_timeout: float | None = None,
+    backend: str = "gloo",
 ) -> list[Any]:
     """`fn(*args)` on every rank. With `expect_errors`, each rank's error as text in place of its result.
 
-    `group_timeout`: of the process group, if it is not to be that of the whole.
+    `group_timeout`: of the process group, if it is not to be that of the whole. `backend`: of the process group, as
+    `init_process_group` takes it; with NCCL, all ranks are on the first GPU.
     """
-    _warm()
+    warm()
     with tempfile.TemporaryDirectory() as folder:
         pipes, ranks = [], []
         for rank in range(world):
             ours, theirs = _context.Pipe(duplex=False)
             own = {**(env or {}), **(env_of or {}).get(rank, {})}
-            their_env = {"TORCHINDUCTOR_CACHE_DIR": str(session_folder.path() / "compiled"), **own}
-            p = _context.Process(
-                target=_rank,
-                args=(fn, rank, world, os.path.join(folder, "store"), group_timeout or timeout, their_env, own, theirs, args),
-                daemon=True,
-            )
+            for_nccl = nccl_environment(rank) if "nccl" in backend else {}
+            their_env = {"TORCHINDUCTOR_CACHE_DIR": str(session_folder.path() / "compiled"), **for_nccl, **own}
+            store, seconds = os.path.join(folder, "store"), group_timeout or timeout
+            arguments = (fn, rank, world, backend, store, seconds, their_env, own, theirs, args)
+            p = _context.Process(target=_rank, args=arguments, daemon=True)
             p.start()
             theirs.close()
             pipes.append(ours)
@@ -149,7 +159,7 @@ def _alone(fn, args, pipe):
 
 def run_ranks_apart(fn: Callable[..., Any], calls: list[tuple], timeout: float = 240) -> list[Any]:
     """`fn(*args)` for each of `calls`, each in a fresh process without a process group of its own."""
-    _warm()
+    warm()
     results = []
     for args in calls:
         ours, theirs = _context.Pipe(duplex=False)
