@@ -32,13 +32,14 @@ check() { # check NAME SECONDS COMMAND...
 quick=${QUICK:+--quick}
 check tests 540 pytest -q -m gpu tests/kernels/test_gpu.py
 check kernels 200 pytest -q -m gpu tests/kernels/test_row_kernels.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
-check hstu 200 pytest -q -m gpu tests/models/test_hstu_attention.py
+check hstu 200 pytest -q -m gpu tests/models/test_hstu_attention.py tests/benchmarks/test_hstu_attention_benchmark.py
 sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python3)
 check sanitizer_rows 200 "${sanitizer[@]}" tests/kernels/test_row_kernels.py
 check sanitizer_dispatch 200 "${sanitizer[@]}" tests/kernels/test_sample_packing.py
 check transports 300 pytest -q -m gpu tests/kernels/test_transports.py
 check balance 150 pytest -q -m gpu tests/runtime/samples/test_split_batch.py
 check contention 150 python3 benchmarks/contention.py $quick --json "$results/contention.json"
+check hstu_attention_check 100 python3 benchmarks/hstu_attention.py --check
 check hstu_attention 150 python3 benchmarks/hstu_attention.py $quick --json "$results/hstu_attention.json"
 check exchange_gpu 200 python3 benchmarks/exchange_gpu.py $quick --json "$results/exchange_gpu.json"
 check kernels_gpu 150 python3 benchmarks/kernels_gpu.py $quick --json "$results/kernels_gpu.json"
