@@ -104,7 +104,7 @@ class ZeroSm:
             "staged: copy in, slot to device": lambda: d.copy_to_device(b, self.slot, self.piece, s),
             "staged: signal, word of host memory": lambda: d.write_word(self.host_word.data_ptr(), 7, s),
             "staged: stream wait, word of host memory": lambda: d.wait_for_word(self.host_word.data_ptr(), 7, s),
-            "staged: event between two streams": lambda: d.wait_for_event(self.stream, d.record_event(of_transport)),
+            "staged: event between two streams": lambda: d.wait_for_event(s, d.record_event(of_transport)),
             "staged: a whole all-to-all of 64 MiB": self.exchange,
             "peer: signal, word of device memory": lambda: d.write_word(word, 7, s),
             "peer: stream wait, word of device memory": lambda: d.wait_for_word(word, 7, s),

@@ -43,6 +43,7 @@ check hstu_attention_check 100 python3 benchmarks/hstu_attention.py --check
 check hstu_attention 150 python3 benchmarks/hstu_attention.py $quick --json "$results/hstu_attention.json"
 check exchange_gpu 200 python3 benchmarks/exchange_gpu.py $quick --json "$results/exchange_gpu.json"
 check kernels_gpu 150 python3 benchmarks/kernels_gpu.py $quick --json "$results/kernels_gpu.json"
+check host_path 60 python3 benchmarks/host_path.py $quick --json "$results/host_path.json"
 check dispatch 150 python3 benchmarks/dispatch.py $quick --json "$results/dispatch.json"
 check step_gpu 560 python3 benchmarks/step_gpu.py $quick --ranks 2 --json "$results/step_gpu.json"
 echo

@@ -110,9 +110,9 @@ def _copying_transports(gpus: int) -> dict[str, str]:
         return dict.fromkeys(("staged", "peer"), "no: it copies between GPUs, and there is none")
     staged, peer = "yes", "no: it needs two GPUs that can write into each other's memory"
     try:
-        from freescale.kernels.transports import cuda_driver, selection
+        from freescale.kernels.transports import cuda_calls, selection
 
-        cuda_driver.load()
+        cuda_calls.load()
         if selection.peer_accessible_gpus() > 1:
             peer = f"yes, between {selection.peer_accessible_gpus()} GPUs of this host"
     except Exception as error:

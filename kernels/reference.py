@@ -10,7 +10,7 @@ import torch
 
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import LATE, PRIORITY_NAMES, lib
+from freescale.kernels.ops.schemas import LATE, lib
 from freescale.kernels.planning import exchange_plan, row_requests
 from freescale.kernels.transports import c10d, launch_record
 
@@ -37,19 +37,20 @@ def exchange_backward(
 def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
     # The send buffer is the op's own: the Work holds it until it is done, also where the wait is in a later graph.
     packed = table_registry.gather_rows(table, rows)
-    return _launch(f"rows of {table}", packed, send_counts, recv_counts, n_recv, priority, group_name)
+    return _launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, group_name)
 
 
 def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):
-    return _launch(f"gradients of {table}", x.contiguous(), send_counts, recv_counts, n_recv, priority, group_name)
+    return _launch("gradients", x.contiguous(), send_counts, recv_counts, n_recv, priority, table, group_name)
 
 
-def _launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
+def _launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name):
     out = x.new_empty((n_recv, *x.shape[1:]))
     group = distributed.group_by_name(group_name)
-    with launch_record.profiler_range(f"launch {PRIORITY_NAMES[priority]} {what}"):
+    label = launch_record.launch_label(what, priority, table)
+    with launch_record.profiler_range("launch", label):
         work = c10d.start_all_to_all(out, x, recv_counts.tolist(), send_counts.tolist(), group)
-    return launch_record.register_launch(work, what, priority, out, group)
+    return launch_record.register_launch(work, label, out, group)
 
 
 def sum_rows(x, order, ends):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,10 +32,9 @@ def devices_of_group(group: dist.ProcessGroup) -> tuple[str, ...]:
 
 def gather_ints(mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
     """What every rank says, in rank order."""
-    said = torch.tensor(mine)
-    heard = [torch.empty_like(said) for _ in range(group.size())]
-    group.allgather([heard], [said]).wait()
-    return [h.tolist() for h in heard]
+    said, heard = np.array(mine, dtype=np.int64), np.empty((group.size(), len(mine)), dtype=np.int64)
+    group._allgather_base(torch.from_numpy(heard.reshape(-1)), torch.from_numpy(said)).wait()
+    return heard.tolist()
 
 
 def all_to_all(
@@ -91,7 +91,7 @@ def probe() -> None:
     assert hasattr(dist.distributed_c10d, "_resolve_process_group")
     assert hasattr(dist.distributed_c10d, "_get_default_store")
     assert hasattr(dist.ProcessGroup, "_device_types")
-    assert hasattr(dist.ProcessGroup, "allgather") and hasattr(dist.ProcessGroup, "recv")
+    assert hasattr(dist.ProcessGroup, "_allgather_base") and hasattr(dist.ProcessGroup, "recv")
     assert hasattr(dist.ProcessGroup, "alltoall_base")
     assert hasattr(dist.ProcessGroup, "_get_backend") and dist.default_pg_timeout > timedelta(0)
     assert callable(symmetric.empty) and callable(symmetric.rendezvous)

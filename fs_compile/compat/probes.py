@@ -10,6 +10,7 @@ from __future__ import annotations
 from freescale.compat import (
     backports,
     compiled_modules,
+    cuda,
     distributed,
     dynamo,
     dynamo_settings,
@@ -22,7 +23,7 @@ from freescale.compat import (
 )
 
 PROBED = (
-    version, distributed, dynamo, dynamo_settings, compiled_modules, inductor, fx_values, logs, backports, fbgemm,
+    version, distributed, dynamo, dynamo_settings, compiled_modules, inductor, fx_values, logs, cuda, backports, fbgemm,
     torchrec,
 )  # fmt: skip
 

@@ -130,17 +130,23 @@ static inline i64 position(const workspace *w, i64 i) {
     return (i64)(w->is_narrow ? NARROW_POSITION(((narrow *)w->sorted)[i]) : WIDE_POSITION(((wide *)w->sorted)[i]));
 }
 
-/* exchange_plan.deduplicate of values that are not negative. Returns how many are distinct; then fs_deduplicated. */
-i64 fs_deduplicate(workspace *w, const i64 *input, i64 n) {
+/* exchange_plan.deduplicate of n values that are not negative. All three have room for n. Returns how many are
+ * distinct. */
+i64 fs_deduplicate(workspace *w, const i64 *input, i64 n, i64 *values, i64 *order, i64 *ends) {
     i64 largest = 0;
-    w->n = w->distinct = n;
-    w->sorted = NULL;
     int ascending = 1;
     for (i64 i = 0; i < n; i++) {
         if (input[i] > largest) largest = input[i];
         ascending &= i == 0 || input[i] > input[i - 1];
     }
-    if (ascending) return n; /* distinct already */
+    if (ascending) { /* distinct already */
+        memcpy(values, input, n * sizeof(i64));
+        for (i64 i = 0; i < n; i++) {
+            order[i] = i;
+            ends[i] = i + 1;
+        }
+        return n;
+    }
     void *items = begin_group(w, n, (u64)largest);
     if (!items) return NO_MEMORY;
     for (i64 i = 0; i < n; i++)
@@ -148,28 +154,30 @@ i64 fs_deduplicate(workspace *w, const i64 *input, i64 n) {
             ((narrow *)items)[i] = (u64)input[i] << 32 | (u64)i;
         else
             ((wide *)items)[i] = (wide){(u64)input[i], (u64)i};
-    return end_group(w, (u64)largest);
+    end_group(w, (u64)largest);
+    memcpy(values, w->memory[VALUES], w->distinct * sizeof(i64));
+    memcpy(ends, w->memory[ENDS], w->distinct * sizeof(i64));
+    for (i64 i = 0; i < n; i++) order[i] = position(w, i);
+    return w->distinct;
 }
 
-void fs_deduplicated(workspace *w, const i64 *input, i64 *values, i64 *order, i64 *ends) {
-    if (w->sorted) {
-        memcpy(values, w->memory[VALUES], w->distinct * sizeof(i64));
-        memcpy(ends, w->memory[ENDS], w->distinct * sizeof(i64));
-        for (i64 i = 0; i < w->n; i++) order[i] = position(w, i);
-        return;
+/* How many of n ascending `values` are less than `bound`. */
+static i64 below(const i64 *values, i64 n, i64 bound) {
+    i64 low = 0, high = n;
+    while (low < high) {
+        i64 middle = low + (high - low) / 2;
+        if (values[middle] < bound)
+            low = middle + 1;
+        else
+            high = middle;
     }
-    memcpy(values, input, w->n * sizeof(i64));
-    for (i64 i = 0; i < w->n; i++) {
-        order[i] = i;
-        ends[i] = i + 1;
-    }
+    return low;
 }
 
-/* The distinct rows that the ids of all features, n together, ask for; rows are numbered table after table and `bound`
- * is above all numbers. Returns how many rows there are, then fs_requested; or INVALID_ID, with the first (feature, id)
- * that its table does not have. */
-i64 fs_request(workspace *w, const void *const *ids, const i64 *lengths, const i64 *is_int64, const i64 *first_rows,
-               const i64 *table_sizes, i64 features, i64 n, i64 bound, i64 *invalid) {
+/* The items of all features' ids, n together; rows are numbered table after table and `bound` is above all numbers.
+ * Returns how many distinct rows there are; or INVALID_ID, with the first (feature, id) that its table does not have. */
+static i64 group_ids(workspace *w, const void *const *ids, const i64 *lengths, const i64 *is_int64,
+                     const i64 *first_rows, const i64 *table_sizes, i64 features, i64 n, i64 bound, i64 *invalid) {
     void *items = begin_group(w, n, (u64)bound);
     if (!items && n) return NO_MEMORY;
     for (i64 f = 0, at = 0; f < features; f++) {
@@ -190,32 +198,22 @@ i64 fs_request(workspace *w, const void *const *ids, const i64 *lengths, const i
     return n ? end_group(w, (u64)bound) : (w->distinct = 0);
 }
 
-/* How many of n ascending `values` are less than `bound`. */
-static i64 below(const i64 *values, i64 n, i64 bound) {
-    i64 low = 0, high = n;
-    while (low < high) {
-        i64 middle = low + (high - low) / 2;
-        if (values[middle] < bound)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-/* Their keys, ascending, with `order` and `ends` as in exchange_plan.Deduplicated, for each position its key
- * (`inverse`), for each key its row at the owner (`rows`), and how many keys each owner has (`counts`). Shards are
- * consecutive row numbers from `bounds` on; `shard_order` has them in the order of their keys. */
-void fs_requested(workspace *w, const i64 *bounds, const i64 *shifts, const i64 *shard_order, i64 shards,
-                  const i64 *starts, i64 world, i64 *keys, i64 *order, i64 *ends, i64 *inverse, i64 *rows,
-                  i64 *counts) {
+/* What a rank requests: the distinct keys of its ids, ascending, with `order` and `ends` as in
+ * exchange_plan.Deduplicated, for each position its key (`inverse`), for each key its row at the owner (`rows`), and how
+ * many keys each owner has (`counts`). Shards are consecutive row numbers from `bounds` on; `shard_order` has them in
+ * the order of their keys. All but `counts` have room for n. Returns what group_ids does. */
+i64 fs_request(workspace *w, const void *const *ids, const i64 *lengths, const i64 *is_int64, const i64 *first_rows,
+               const i64 *table_sizes, i64 features, i64 n, i64 bound, const i64 *bounds, const i64 *shifts,
+               const i64 *shard_order, i64 shards, const i64 *starts, i64 world, i64 *keys, i64 *order, i64 *ends,
+               i64 *inverse, i64 *rows, i64 *counts, i64 *invalid) {
+    i64 distinct = group_ids(w, ids, lengths, is_int64, first_rows, table_sizes, features, n, bound, invalid);
     const i64 *values = w->memory[VALUES], *value_ends = w->memory[ENDS];
     i64 key = 0, entry = 0, owner = 0;
     memset(counts, 0, world * sizeof(i64));
-    for (i64 k = 0; k < shards && w->distinct > 0; k++) {
+    for (i64 k = 0; k < shards && distinct > 0; k++) {
         i64 s = shard_order[k];
-        i64 first = below(values, w->distinct, bounds[s]);
-        i64 last = s + 1 < shards ? below(values, w->distinct, bounds[s + 1]) : w->distinct;
+        i64 first = below(values, distinct, bounds[s]);
+        i64 last = s + 1 < shards ? below(values, distinct, bounds[s + 1]) : distinct;
         for (i64 v = first; v < last; v++, key++) {
             for (i64 i = v ? value_ends[v - 1] : 0; i < value_ends[v]; i++) {
                 i64 at = position(w, i);
@@ -229,6 +227,7 @@ void fs_requested(workspace *w, const i64 *bounds, const i64 *shifts, const i64 
             counts[owner]++;
         }
     }
+    return distinct;
 }
 
 /* Which of `a` are among `b`, and which of `b` among `a`. None is negative; both may hold duplicates. */
@@ -274,17 +273,11 @@ i64 fs_intersect(workspace *w, const i64 *a, i64 size_a, const i64 *b, i64 size_
     return 0;
 }
 
-i64 fs_count(const uint8_t *mask, i64 n) {
-    i64 count = 0;
-    for (i64 i = 0; i < n; i++) count += mask[i] != 0;
-    return count;
-}
-
 /* Split values by a mask, in their order, and count both kinds in consecutive parts of `counts` values. Without
- * `values`: their indices. */
-void fs_split(const uint8_t *mask, const i64 *values, const i64 *counts, i64 parts, i64 *chosen, i64 *others,
-              i64 *chosen_counts, i64 *other_counts) {
-    i64 i = 0;
+ * `values`: their indices. Returns how many are chosen; both have room for all. */
+static i64 split(const uint8_t *mask, const i64 *values, const i64 *counts, i64 parts, i64 *chosen, i64 *others,
+                 i64 *chosen_counts, i64 *other_counts) {
+    i64 i = 0, *first = chosen;
     for (i64 part = 0; part < parts; part++) {
         i64 *chosen_before = chosen, *others_before = others;
         for (i64 end = i + counts[part]; i < end; i++) {
@@ -297,6 +290,16 @@ void fs_split(const uint8_t *mask, const i64 *values, const i64 *counts, i64 par
         chosen_counts[part] = chosen - chosen_before;
         other_counts[part] = others - others_before;
     }
+    return chosen - first;
+}
+
+/* exchange_plan.split_requests: the requester's keys and the owner's rows. `sizes` gets how many of each are urgent. */
+void fs_split_requests(const uint8_t *urgent_keys, const i64 *recv_counts, i64 *urgent_index, i64 *other_index,
+                       const uint8_t *urgent_rows, const i64 *rows, const i64 *send_counts, i64 *urgent_out,
+                       i64 *other_out, i64 world, i64 *counts, i64 *sizes) {
+    sizes[0] = split(urgent_keys, 0, recv_counts, world, urgent_index, other_index, counts, counts + world);
+    sizes[1] =
+        split(urgent_rows, rows, send_counts, world, urgent_out, other_out, counts + 2 * world, counts + 3 * world);
 }
 
 /* For each of n positions its place in (early keys, urgent keys), which are together all keys. */
@@ -338,4 +341,9 @@ void fs_deinterleave(const uint8_t *message, const i64 *first_counts, const i64 
         first += first_counts[p];
         second += second_counts[p];
     }
+}
+
+/* Arrays one after the other, each at the beginning of its room. */
+void fs_pack(const i64 *const *arrays, const i64 *sizes, const i64 *rooms, i64 count, i64 *out) {
+    for (i64 k = 0; k < count; out += rooms[k++]) memcpy(out, arrays[k], sizes[k] * sizeof(i64));
 }

@@ -209,9 +209,10 @@ class Split(NamedTuple):
 def split_requests(requests: Requests, urgent_keys: torch.Tensor, urgent_rows: torch.Tensor) -> Split:
     """Two chunks, by masks of the requester's unique keys and of the owner's rows, which mark the same rows."""
     if native_plan.library() is not None:
-        as_requester = native_plan.split(urgent_keys, None, requests.recv_counts)
-        as_owner = native_plan.split(urgent_rows, requests.rows, requests.send_counts)
-        return Split(Chunk(*as_requester[:2], *as_owner[:2]), Chunk(*as_requester[2:], *as_owner[2:]))
+        chunks = native_plan.split_requests(
+            urgent_keys, requests.recv_counts, urgent_rows, requests.rows, requests.send_counts
+        )
+        return Split(*(Chunk(*fields) for fields in chunks))
 
     def chunk(key_mask: torch.Tensor, row_mask: torch.Tensor) -> Chunk:
         index, kept = _indices(key_mask), _indices(row_mask)

@@ -11,26 +11,26 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from freescale.kernels.native import build
 
 _NO_MEMORY, _INVALID_ID = -1, -2
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+_KNOWN = (torch.int32, torch.int64)  # types of ids
 _SIGNATURES = {  # P: pointer, n: number, v: nothing; the result comes first
     "fs_new_workspace": "P",
     "fs_free_workspace": "vP",
-    "fs_deduplicate": "nPPn",
-    "fs_deduplicated": "vPPPPP",
-    "fs_request": "nPPPPPPnnnP",
-    "fs_requested": "vPPPPnPnPPPPPP",
+    "fs_deduplicate": "nPPnPPP",
+    "fs_request": "nPPPPPPnnnPPPnPnPPPPPPP",
     "fs_intersect": "nPPnPnPP",
-    "fs_count": "nPn",
-    "fs_split": "vPPPnPPPP",
+    "fs_split_requests": "vPPPPPPPPPnPP",
     "fs_merge_inverse": "nPPnPnPnP",
     "fs_segment_entries": "nPPn",
     "fs_interleave": "vPPPPnP",
     "fs_deinterleave": "vPPPnPP",
+    "fs_pack": "vPPPnP",
 }
 
 
@@ -70,8 +70,18 @@ def _workspace() -> int:
         return _of_thread.workspace.address
 
 
-def _index(n: int) -> torch.Tensor:
-    return torch.empty(n, dtype=torch.int64)
+# Buffers are NumPy's: every call of a torch op gives Python's lock away, and gets it back from a training thread that
+# then has to wait for it. Arrays with more room than they need cost nothing: pages that nobody touches do not exist.
+
+
+def _room(n: int) -> np.ndarray:
+    return np.empty(n, dtype=np.int64)
+
+
+def _tensor(array: np.ndarray, n: int) -> torch.Tensor:
+    """The first n."""
+    # An empty array may have stride 0, and a compiled graph would tell that from stride 1.
+    return torch.from_numpy(array[:n]) if n else torch.empty(0, dtype=torch.int64)
 
 
 def _checked(result: int) -> int:
@@ -80,12 +90,19 @@ def _checked(result: int) -> int:
     return result
 
 
+def _address(x: np.ndarray) -> int:
+    return x.__array_interface__["data"][0]
+
+
 def deduplicate(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    values, n, w = values.long().contiguous(), values.shape[0], _workspace()
-    count = _checked(library().fs_deduplicate(w, values.data_ptr(), n))
-    distinct, order, ends = _index(count), _index(n), _index(count)
-    library().fs_deduplicated(w, values.data_ptr(), distinct.data_ptr(), order.data_ptr(), ends.data_ptr())
-    return distinct, order, ends
+    if values.dtype != torch.int64 or not values.is_contiguous():
+        values = values.long().contiguous()
+    n = values.shape[0]
+    buffers = [_room(n) for _ in range(3)]
+    distinct = library().fs_deduplicate(_workspace(), values.data_ptr(), n, *map(_address, buffers))
+    sizes = _checked(distinct), n, distinct
+    distinct_values, order, ends = map(_tensor, buffers, sizes)
+    return distinct_values, order, ends
 
 
 def own_requests(
@@ -97,58 +114,61 @@ def own_requests(
     starts: torch.Tensor,
 ) -> tuple[torch.Tensor, ...] | tuple[int, int]:
     """(keys, order, ends, inverse, rows at the owners, counts of the owners), or (feature, id) of an invalid id."""
-    w, known = _workspace(), (torch.int32, torch.int64)
-    ids = [(i if i.dtype in known else i.long()).contiguous() for i in ids]
+    ids = [i if i.dtype in _KNOWN and i.is_contiguous() else i.long().contiguous() for i in ids]
     features, n, world = len(ids), sum(i.shape[0] for i in ids), starts.shape[0] - 1
     numbers = ctypes.c_int64 * features
     bound = max((first + size for first, size in zip(first_rows, table_sizes, strict=True)), default=0)
-    invalid = (ctypes.c_int64 * 2)()
+    shard_order = np.argsort(bounds.numpy() + shifts.numpy())
+    buffers, invalid = [*(_room(n) for _ in range(5)), _room(world)], (ctypes.c_int64 * 2)()
     distinct = library().fs_request(
-        w, numbers(*(i.data_ptr() for i in ids)), numbers(*(i.shape[0] for i in ids)),
+        _workspace(), numbers(*(i.data_ptr() for i in ids)), numbers(*(i.shape[0] for i in ids)),
         numbers(*(i.dtype == torch.int64 for i in ids)), numbers(*first_rows), numbers(*table_sizes),
-        features, n, bound, invalid,
+        features, n, bound, bounds.data_ptr(), shifts.data_ptr(), _address(shard_order), bounds.shape[0],
+        starts.data_ptr(), world, *map(_address, buffers), invalid,
     )  # fmt: skip
     if distinct == _INVALID_ID:
         return invalid[0], invalid[1]
-    keys, ends, rows = (_index(_checked(distinct)) for _ in range(3))
-    order, inverse, counts = _index(n), _index(n), _index(world)
-    shard_order = torch.argsort(bounds + shifts)
-    library().fs_requested(
-        w, bounds.data_ptr(), shifts.data_ptr(), shard_order.data_ptr(), bounds.shape[0], starts.data_ptr(), world,
-        *(t.data_ptr() for t in (keys, order, ends, inverse, rows, counts)),
-    )  # fmt: skip
-    return keys, order, ends, inverse, rows, counts
+    return tuple(map(_tensor, buffers, (_checked(distinct), n, distinct, n, distinct, world)))
 
 
 def intersection_masks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    in_y, in_x = (torch.empty(t.shape[0], dtype=torch.bool) for t in (x, y))
-    sizes_and_addresses = x.data_ptr(), x.shape[0], y.data_ptr(), y.shape[0], in_y.data_ptr(), in_x.data_ptr()
+    in_y, in_x = (np.empty(t.shape[0], dtype=np.bool_) for t in (x, y))
+    sizes_and_addresses = x.data_ptr(), x.shape[0], y.data_ptr(), y.shape[0], _address(in_y), _address(in_x)
     _checked(library().fs_intersect(_workspace(), *sizes_and_addresses))
-    return in_y, in_x
+    return torch.from_numpy(in_y), torch.from_numpy(in_x)
 
 
-def split(mask: torch.Tensor, values: torch.Tensor | None, counts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(chosen values, their counts, the other values, their counts); without `values`, indices."""
-    n = mask.shape[0]
-    n_chosen = library().fs_count(mask.data_ptr(), n)
-    chosen, others = _index(n_chosen), _index(n - n_chosen)
-    chosen_counts, other_counts = torch.empty_like(counts), torch.empty_like(counts)
-    library().fs_split(
-        mask.data_ptr(), None if values is None else values.data_ptr(), counts.data_ptr(), counts.shape[0],
-        chosen.data_ptr(), others.data_ptr(), chosen_counts.data_ptr(), other_counts.data_ptr(),
+def split_requests(
+    urgent_keys: torch.Tensor,
+    recv_counts: torch.Tensor,
+    urgent_rows: torch.Tensor,
+    rows: torch.Tensor,
+    send_counts: torch.Tensor,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The fields of two chunks."""
+    n_keys, n_rows, world = urgent_keys.shape[0], urgent_rows.shape[0], recv_counts.shape[0]
+    urgent_index, other_index, urgent_out, other_out = _room(n_keys), _room(n_keys), _room(n_rows), _room(n_rows)
+    counts, sizes = np.empty((4, world), dtype=np.int64), (ctypes.c_int64 * 2)()
+    library().fs_split_requests(
+        urgent_keys.data_ptr(), recv_counts.data_ptr(), _address(urgent_index), _address(other_index),
+        urgent_rows.data_ptr(), rows.data_ptr(), send_counts.data_ptr(), _address(urgent_out), _address(other_out),
+        world, _address(counts), sizes,
     )  # fmt: skip
-    return chosen, chosen_counts, others, other_counts
+    recv_urgent, recv_others, send_urgent, send_others = (torch.from_numpy(c.copy()) for c in counts)
+    urgent = [_tensor(urgent_index, sizes[0]), recv_urgent, _tensor(urgent_out, sizes[1]), send_urgent]
+    others = [_tensor(other_index, n_keys - sizes[0]), recv_others, _tensor(other_out, n_rows - sizes[1]), send_others]
+    return urgent, others
 
 
 def merge_inverse(inverse: torch.Tensor, early: torch.Tensor, urgent: torch.Tensor) -> torch.Tensor:
-    merged = torch.empty_like(inverse)
+    merged = _room(inverse.shape[0])
     _checked(
         library().fs_merge_inverse(
             _workspace(), inverse.data_ptr(), inverse.shape[0], early.data_ptr(), early.shape[0], urgent.data_ptr(),
-            urgent.shape[0], merged.data_ptr(),
+            urgent.shape[0], _address(merged),
         )
     )  # fmt: skip
-    return merged
+    return _tensor(merged, merged.shape[0])
 
 
 def segment_entries(ends: torch.Tensor, indices: torch.Tensor) -> int:
@@ -159,14 +179,26 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def interleave(parts: Pair, counts: Pair) -> torch.Tensor:
-    message = torch.empty(parts[0].shape[0] + parts[1].shape[0], dtype=torch.uint8)
-    library().fs_interleave(*(t.data_ptr() for t in (*parts, *counts)), counts[0].shape[0], message.data_ptr())
-    return message
+    message = np.empty(parts[0].shape[0] + parts[1].shape[0], dtype=np.uint8)
+    library().fs_interleave(*(t.data_ptr() for t in (*parts, *counts)), counts[0].shape[0], _address(message))
+    return torch.from_numpy(message)
 
 
 def deinterleave(message: torch.Tensor, counts: Pair) -> Pair:
-    first, second = (torch.empty(int(c.sum()), dtype=torch.bool) for c in counts)
+    first, second = (np.empty(int(c.numpy().sum()), dtype=np.bool_) for c in counts)
     library().fs_deinterleave(
-        message.data_ptr(), *(c.data_ptr() for c in counts), counts[0].shape[0], first.data_ptr(), second.data_ptr()
+        message.data_ptr(), *(c.data_ptr() for c in counts), counts[0].shape[0], _address(first), _address(second)
     )
-    return first, second
+    return torch.from_numpy(first), torch.from_numpy(second)
+
+
+def pack(tensors: Sequence[torch.Tensor], rooms: Sequence[int], out: torch.Tensor) -> None:
+    """Copy each of the 1-D int64 tensors into `out`, which has so many elements of room for it."""
+    if library() is None:
+        for t, place in zip(tensors, out.split_with_sizes(list(rooms)), strict=True):
+            place[: t.shape[0]] = t
+        return
+    tensors = [t.contiguous() for t in tensors]
+    numbers = ctypes.c_int64 * len(tensors)
+    addresses, sizes = numbers(*(t.data_ptr() for t in tensors)), numbers(*(t.shape[0] for t in tensors))
+    library().fs_pack(addresses, sizes, numbers(*rooms), len(tensors), out.data_ptr())

@@ -32,9 +32,9 @@ def request_rows(
         invalid, own = own, exchange_plan.own_requests([i[:0] for i in ids], first_row_of_feature, table_sizes, owners)
     assert isinstance(own, exchange_plan.OwnRequests)
     send_counts = exchange_request_counts(own.recv_counts, invalid, table, group)
-    send = send_counts.tolist()
+    send = send_counts.numpy().tolist()
     rows = torch.empty(sum(send), dtype=torch.int64)
-    all_to_all_cpu(rows, own.rows, send, own.recv_counts.tolist(), group)
+    all_to_all_cpu(rows, own.rows, send, own.recv_counts.numpy().tolist(), group)
     return exchange_plan.Requests(own.needed, own.recv_counts, rows, send_counts, own.inverse)
 
 
@@ -50,9 +50,9 @@ def split_colliding(
     send = (after.send_counts, before.send_counts)
     recv = (after.recv_counts, before.recv_counts)
     flags = _interleave((rows_after, rows_before), send)
-    recv_sizes = (recv[0] + recv[1]).tolist()
-    received = flags.new_empty(sum(recv_sizes))
-    all_to_all_cpu(received, flags, recv_sizes, (send[0] + send[1]).tolist(), group)
+    recv_sizes, send_sizes = ((after.numpy() + before.numpy()).tolist() for after, before in (recv, send))
+    received = torch.empty(sum(recv_sizes), dtype=torch.uint8)
+    all_to_all_cpu(received, flags, recv_sizes, send_sizes, group)
     keys_after, keys_before = _deinterleave(received, recv)
     return (
         exchange_plan.split_requests(before, keys_before, rows_before),
@@ -89,16 +89,15 @@ def exchange_request_counts(
 ) -> torch.Tensor:
     """How many rows each rank requests from this one. `invalid` (feature, id) on any rank raises on every rank."""
     world = recv_counts.shape[0]
-    sent, received = torch.empty(world, 3, dtype=torch.int64), torch.empty(world, 3, dtype=torch.int64)
-    sent[:, 0] = recv_counts
-    sent[:, 1:] = torch.tensor(invalid if invalid is not None else (-1, 0))
-    all_to_all_cpu(received, sent, [1] * world, [1] * world, group)
-    invalid_features = received[:, 1].tolist()
-    if max(invalid_features) >= 0:
-        rank = next(r for r, feature in enumerate(invalid_features) if feature >= 0)
-        where = table_registry.get_table(table).describe(invalid_features[rank])
+    sent, received = np.empty((world, 3), dtype=np.int64), np.empty((world, 3), dtype=np.int64)
+    sent[:, 0] = recv_counts.numpy()
+    sent[:, 1:] = invalid if invalid is not None else (-1, 0)
+    all_to_all_cpu(torch.from_numpy(received), torch.from_numpy(sent), [1] * world, [1] * world, group)
+    rank = int(np.argmax(received[:, 1] >= 0))
+    if received[rank, 1] >= 0:
+        where = table_registry.get_table(table).describe(int(received[rank, 1]))
         raise IdOutsideTable(f"freescale: rank {rank}: id {int(received[rank, 2])} is outside {where}")
-    return received[:, 0].contiguous()
+    return torch.from_numpy(received[:, 0].copy())
 
 
 def all_to_all_cpu(

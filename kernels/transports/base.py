@@ -1,9 +1,9 @@
 """What the transports that copy have in common: a launch puts a whole all-to-all on streams.
 
-A launch issues every copy and every signal of its message at once, in stream order; the device goes through them
-without a thread of ours. So the training thread never waits, and neither Python's lock nor a busy host holds a
-transfer up. (A message of very many pieces can fill the driver's queue, some hundred pieces deep; then the
-launch itself is held back until the device has caught up.)
+A launch issues every copy and every signal of its message at once, in stream order (issue_python.py says how,
+issue_native.py does it in one call); the device goes through them without a thread of ours. So the training thread
+never waits, and neither Python's lock nor a busy host holds a transfer up. (A message of very many pieces can fill the
+driver's queue, some hundred pieces deep; then the launch itself is held back until the device has caught up.)
 
 Failure: a watching thread (peer_watch.py) notices it, and the streams that wait are released. What the device computes
 from there on is garbage: the next launch, wait or `check` raises, and the transport stays unusable. A step calls
@@ -12,7 +12,6 @@ from there on is garbage: the next launch, wait or `check` raises, and the trans
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
@@ -27,11 +26,12 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels.transports import peer_watch
+from freescale.kernels.transports import issue_native, peer_watch
+from freescale.kernels.transports.channel import Channel
 from freescale.kernels.transports.device_resources import DeviceResources
 from freescale.kernels.transports.in_flight import InFlight, Message
 from freescale.kernels.transports.shared_segment import PeerLiveness
-from freescale.kernels.transports.slot_rings import LaneTransfer, level_of
+from freescale.kernels.transports.slot_rings import level_of
 
 # Ahead of every round that a stream may wait for, as 32-bit numbers that wrap around: whoever waits goes on.
 RELEASED = 0x40000000
@@ -49,41 +49,42 @@ class TransportWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return all(self.transport.driver.is_done(event) for event in self.message.events)
+        return self.transport.is_done(self.message)
 
 
 class CopyTransport(ABC):
     """One group's all-to-alls. A subclass says through which lanes the pieces go.
 
-    Its constructor opens what it needs through `_resources`, sets `streams`, and calls `_start_watching` last.
+    Its constructor opens what it needs through `_resources`, sets `streams`, calls `_open_channels` and, last,
+    `_start_watching`.
     """
 
     name: ClassVar[str]
 
     def __init__(self, group: dist.ProcessGroup, driver: Any, timeout: float | None = None) -> None:
         self.group, self.driver = group, driver
-        self._copy_out, self._copy_in = driver.copy_to_host, driver.copy_to_device
         self.rank, self.world = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
         self.timeout = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
         self.liveness: PeerLiveness | None = None  # where the ranks share memory
         self.error: str | None = None
         self.launched = 0
-        self.in_flight = InFlight(driver)
+        self.in_flight = InFlight()
         self._launch_lock = threading.Lock()
         self._stop_watching = threading.Event()
         self._resources = DeviceResources(driver)
         self._finalizer = weakref.finalize(self, _give_back, self._resources, self._stop_watching)
         self.streams: list[tuple[list[int], list[int]]] = []  # by priority level: outwards, inwards
 
+    def _open_channels(self, channels: Sequence[Channel]) -> None:
+        """By priority level; or others than before, when nothing is in flight."""
+        self._issuer = issue_native.issuer_for(self.driver, channels)
+        self.in_flight.are_done = self._issuer.are_done
+
     def _start_watching(self) -> None:
         peer_watch.start_watching(self, self._stop_watching)
 
     # ---- what a subclass gives -------------------------------------------------------------------------
-
-    @abstractmethod
-    def _transfers(self, level: int, send: Sequence[int], recv: Sequence[int]) -> Iterable[LaneTransfer]:
-        """Every piece of one message, in the order in which it is to be issued; bytes to and from each peer."""
 
     @abstractmethod
     def missing_peers(self) -> set[int]:
@@ -93,9 +94,8 @@ class CopyTransport(ABC):
     def release_waits(self) -> None:
         """Make every stream of this rank that waits for a peer go on. Called again until nothing waits."""
 
-    def _signal(self, address: int, value: int, stream: int) -> None:
-        """Tell the other end of a lane how far this end is, after everything before it in the stream."""
-        self.driver.write_word(address, value, stream)
+    def _prepare(self, largest_bytes: int) -> None:  # noqa: B027  (most have nothing to do)
+        """Before every message, with the most bytes that it has to or from a peer."""
 
     def _host_is_sending(self) -> bool:
         """Whether the host still has something to send that has left the device."""
@@ -107,77 +107,78 @@ class CopyTransport(ABC):
         self, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int, priority: int
     ) -> torch.Tensor:
         """Start an all-to-all of rows; the result is there after `_c10d_functional.wait_tensor`."""
-        out, work = self.start(x, send_counts, recv_counts, n_recv, priority)
-        distributed.register_work(out, work)
+        out, message = self.start(x, send_counts, recv_counts, n_recv, priority)
+        distributed.register_work(out, TransportWork(self, message))
         return out
 
     def start(
         self, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int, priority: int
-    ) -> tuple[torch.Tensor, TransportWork]:
-        """The same, for a caller that registers the work itself."""
-        send, recv = send_counts.tolist(), recv_counts.tolist()
-        self._check_counts(x, send, recv, n_recv)
+    ) -> tuple[torch.Tensor, Message]:
+        """The same, for a caller that registers a Work of its own, which calls `wait`."""
+        send_counts, recv_counts = _host_counts(send_counts), _host_counts(recv_counts)
+        largest_count = self._check_counts(x.shape[0], send_counts, recv_counts, n_recv)
         self.check()
         x = x.contiguous()
         out = x.new_empty((n_recv, *x.shape[1:]))
         row_bytes = x.element_size() * math.prod(x.shape[1:])
         with self._launch_lock:
-            message = self._issue(x, out, [n * row_bytes for n in send], [n * row_bytes for n in recv], priority)
-        return out, TransportWork(self, message)
+            self._prepare(largest_count * row_bytes)
+            message = self._issue(x, out, send_counts, recv_counts, row_bytes, priority)
+        return out, message
 
-    def _check_counts(self, x: torch.Tensor, send: list[int], recv: list[int], n_recv: int) -> None:
-        if len(send) != self.world or len(recv) != self.world:
+    def _check_counts(self, n_send: int, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int) -> int:
+        """The most rows that go to or come from one peer."""
+        lengths = send_counts.shape[0], recv_counts.shape[0]
+        if lengths != (self.world, self.world):
             raise ValueError(
-                f"freescale: {self.name}: expected counts for {self.world} ranks, found {len(send)} and {len(recv)}"
+                f"freescale: {self.name}: expected counts for {self.world} ranks, found {lengths[0]} and {lengths[1]}"
             )
-        if sum(send) != x.shape[0] or sum(recv) != n_recv:
+        largest = self._issuer.largest_count(send_counts, recv_counts, n_send, n_recv)
+        if largest < 0:
             raise ValueError(
-                f"freescale: {self.name}: expected {sum(send)} rows to send and {sum(recv)} to receive, "
-                f"found {x.shape[0]} and {n_recv}"
+                f"freescale: {self.name}: expected {int(send_counts.sum())} rows to send and "
+                f"{int(recv_counts.sum())} to receive, found {n_send} and {n_recv}"
             )
+        return largest
 
     def _issue(
-        self, x: torch.Tensor, out: torch.Tensor, send: list[int], recv: list[int], priority: int
-    ) -> Message:
-        level = level_of(priority)
-        outwards, inwards = self.streams[level]
-        next_outwards, next_inwards = itertools.cycle(outwards), itertools.cycle(inwards)
-        driver, wait_for_word, signal = self.driver, self.driver.wait_for_word, self._signal
-        copy_out, copy_in = self._copy_out, self._copy_in
-        sent_data, received_data = x.data_ptr(), out.data_ptr()
-        current = driver.current_stream()
-        ready = driver.record_event(current)  # x can be read and out can be written
-        for stream in (*outwards, *inwards):
-            driver.wait_for_event(stream, ready)
-        for lane, offset, nbytes in self._transfers(level, send, recv):
-            piece = lane.next_piece
-            slot = lane.slot(piece)
-            stream = next(next_outwards if lane.sends else next_inwards)
-            if lane.awaited_round(piece) and (lane.wait_words is None or not lane.may_move(piece, lane.wait_words)):
-                wait_for_word(lane.wait_address + slot * lane.word_stride, lane.awaited_round(piece), stream)
-            if lane.sends:
-                copy_out(lane.data_address + slot * lane.piece_bytes, sent_data + offset, nbytes, stream)
-            else:
-                copy_in(received_data + offset, lane.data_address + slot * lane.piece_bytes, nbytes, stream)
-            signal(lane.signal_address + slot * lane.word_stride, piece // lane.slots + 1, stream)
-            lane.next_piece += 1
-        events = [driver.record_event(stream) for stream in (*outwards, *inwards)]
-        message = Message(self.launched, priority, time.monotonic(), current, events, (x, out))
+        self, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, row_bytes: int,
+        priority: int,
+    ) -> Message:  # fmt: skip
+        current = self.driver.current_stream()
+        addresses = x.data_ptr(), out.data_ptr()
+        done = self._put_on_streams(level_of(priority), current, *addresses, send_counts, recv_counts, row_bytes)
+        message = Message(self.launched, priority, time.monotonic(), current, done, (x, out))
         self.launched += 1
         if self.liveness is not None:
             self.liveness.set_launched(self.launched)
         self.in_flight.add(message)
         return message
 
-    def wait(self, message: Message) -> None:
-        """The current stream goes on when the message has come in and its input may be written over."""
+    def _put_on_streams(
+        self, level: int, stream: int, x: int, out: int, send_counts: torch.Tensor, recv_counts: torch.Tensor,
+        row_bytes: int,
+    ) -> Any:  # fmt: skip
+        """Every copy and every signal of one message; the event after the last."""
+        return self._issuer.launch(level, stream, x, out, send_counts, recv_counts, row_bytes)
+
+    def wait(
+        self, message: Message, times: tuple[Any, Any] | None = None, earlier: tuple[Any, Any] | None = None
+    ) -> tuple[bool, float | None]:
+        """The current stream goes on when the message has come in and its input may be written over.
+
+        Returns whether it had already. Else `times`, events with timing, are recorded around the wait. Also returned:
+        the seconds between two `earlier` ones, if the device has got there.
+        """
         self.check()
         current = self.driver.current_stream()
-        for event in message.events:
-            self.driver.wait_for_event(current, event)
+        answer = self._issuer.wait(current, message.done, times, earlier)
         if current == message.launch_stream:
             message.tensors = ()  # that stream reuses the memory, if at all, behind this point
-        self.in_flight.oldest()  # forgets what has finished
+        return answer
+
+    def is_done(self, message: Message) -> bool:
+        return self.driver.is_done(message.done)
 
     # ---- failure and end -------------------------------------------------------------------------------
 
@@ -235,6 +236,13 @@ class CopyTransport(ABC):
 def _give_back(resources: DeviceResources, stop_watching: threading.Event) -> None:
     stop_watching.set()
     resources.close()
+
+
+def _host_counts(counts: torch.Tensor) -> torch.Tensor:
+    """As the C code reads them."""
+    if counts.dtype == torch.int64 and not counts.is_cuda and counts.is_contiguous():
+        return counts
+    return counts.to("cpu", torch.int64).contiguous()
 
 
 def release_words(words: list[np.ndarray]) -> None:

@@ -2,73 +2,92 @@
 
 Taken straight from libcuda, because torch offers no stream wait on a memory word and no registration of shared
 memory. Nothing here waits on the host. Calls need a current context: `record_event` comes first in every launch and
-makes the device's own context current.
+sees to that.
 """
 
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import torch
 
-_P, _U64, _U32, _SIZE = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuMemHostRegister_v2": (_P, _SIZE, _U32),
-    "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_U64), _P, _U32),
-    "cuMemHostUnregister": (_P,),
-    "cuStreamCreateWithPriority": (ctypes.POINTER(_P), _U32, ctypes.c_int),
-    "cuStreamDestroy_v2": (_P,),
-    "cuMemcpyDtoHAsync_v2": (_P, _U64, _SIZE, _P),
-    "cuMemcpyHtoDAsync_v2": (_U64, _P, _SIZE, _P),
-    "cuMemcpyDtoDAsync_v2": (_U64, _U64, _SIZE, _P),
-    "cuMemsetD32Async": (_U64, _U32, _SIZE, _P),
-    "cuStreamWriteValue32_v2": (_P, _U64, _U32, _U32),
-    "cuStreamWaitValue32_v2": (_P, _U64, _U32, _U32),
-}
-_PORTABLE_AND_MAPPED, _NON_BLOCKING, _AT_LEAST = 3, 1, 0
+from freescale.compat import cuda
+from freescale.kernels.transports import cuda_calls
+from freescale.kernels.transports.cuda_calls import INVALID_CONTEXT, NOT_READY
+
+_PORTABLE_AND_MAPPED, _NON_BLOCKING, _AT_LEAST, _NO_TIMING = 3, 1, 0, 2
+_idle_events: dict[tuple[int, bool], list[int]] = {}  # of a device, with and without timing: handles to be used again
 
 
-def load() -> dict[str, Any]:
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise RuntimeError(f"freescale: the CUDA driver library libcuda.so.1 cannot be loaded ({error})") from error
-    calls: dict[str, Any] = {"cuGetErrorName": library.cuGetErrorName}
-    for name, arguments in _SIGNATURES.items():
-        call = getattr(library, name)
-        call.argtypes, call.restype = arguments, ctypes.c_int
-        calls[name] = call
-    return calls
+class DriverEvent:
+    """An event of the driver. Its handle is used again when nobody refers to it any more: whoever then waits for it on
+    a stream waits for what it meant when the wait was issued."""
+
+    __slots__ = ("handle", "_idle")
+
+    def __init__(self, handle: int, idle: list[int]) -> None:
+        self.handle, self._idle = handle, idle
+
+    def __del__(self) -> None:
+        self._idle.append(self.handle)
 
 
 class CudaDriver:
-    """The calls, for one device. Its own streams are plain integers, addresses too."""
+    """The calls, for one device. Streams are plain integers, addresses too."""
 
-    calls: dict[str, Any] | None = None
+    calls: dict[str, Any] | None = None  # loaded on first use
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
         if CudaDriver.calls is None:
-            CudaDriver.calls = load()
+            CudaDriver.calls = cuda_calls.load()
         calls = CudaDriver.calls
         self._device_to_host, self._host_to_device = calls["cuMemcpyDtoHAsync_v2"], calls["cuMemcpyHtoDAsync_v2"]
         self._write_value, self._wait_value = calls["cuStreamWriteValue32_v2"], calls["cuStreamWaitValue32_v2"]
         self._device_to_device, self._memset = calls["cuMemcpyDtoDAsync_v2"], calls["cuMemsetD32Async"]
-        self._external_streams: dict[int, torch.cuda.ExternalStream] = {}
+        self._query = calls["cuEventQuery"]
+        self.context = self._device_context()
+
+    def _device_context(self) -> int:
+        with torch.cuda.device(self._index):
+            torch.cuda.current_stream().query()  # torch's own context is this thread's now
+            context = ctypes.c_void_p()
+            self._call("cuCtxGetCurrent", ctypes.byref(context))
+        assert context.value is not None
+        return context.value
 
     def _call(self, name: str, *arguments: Any) -> None:
         assert CudaDriver.calls is not None
-        self._raise_on_error(name, CudaDriver.calls[name](*arguments))
+        self.raise_on_error(name, CudaDriver.calls[name](*arguments))
 
-    def _raise_on_error(self, name: str, code: int) -> None:
+    def raise_on_error(self, name: str, code: int) -> None:
         if code == 0:
             return
         assert CudaDriver.calls is not None
-        text = ctypes.c_char_p()
-        CudaDriver.calls["cuGetErrorName"](code, ctypes.byref(text))
-        error = text.value.decode() if text.value else str(code)
-        raise RuntimeError(f"freescale: {name} failed on {self.device}: {error}")
+        error = cuda_calls.error_name(CudaDriver.calls, code)
+        raise RuntimeError(f"freescale: {name.removesuffix('_v2')} failed on {self.device}: {error}")
+
+    def _enter_context(self) -> bool:
+        """Whether the thread was in another device's, to which `_leave_context` takes it back."""
+        context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        if context.value is None:
+            self._call("cuCtxSetCurrent", self.context)
+        elif context.value != self.context:
+            self._call("cuCtxPushCurrent_v2", self.context)
+            return True
+        return False
+
+    def _call_in_context(self, name: str, *arguments: Any) -> None:
+        pushed = self._enter_context()
+        try:
+            self._call(name, *arguments)
+        finally:
+            if pushed:
+                self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     # ---- set-up ----------------------------------------------------------------------------------------
 
@@ -79,7 +98,7 @@ class CudaDriver:
         """Make host memory reachable for the copy engines; return its address on the device."""
         torch.cuda.current_stream(self.device).query()  # a context of this thread
         self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE_AND_MAPPED)
-        mapped = _U64()
+        mapped = ctypes.c_uint64()
         self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(mapped), address, 0)
         return mapped.value
 
@@ -87,53 +106,85 @@ class CudaDriver:
         self._call("cuMemHostUnregister", address)
 
     def new_stream(self, priority: int) -> int:
-        handle = _P()
+        handle = ctypes.c_void_p()
         self._call("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
         assert handle.value is not None
-        self._external_streams[handle.value] = torch.cuda.ExternalStream(handle.value, self.device)
         return handle.value
 
     def destroy_stream(self, stream: int) -> None:
-        self._external_streams.pop(stream, None)
         self._call("cuStreamDestroy_v2", stream)
+
+    def new_event(self, timing: bool = False) -> DriverEvent:
+        """One that nobody uses any more, if there is one."""
+        idle = _idle_events.setdefault((self._index, timing), [])
+        try:
+            return DriverEvent(idle.pop(), idle)
+        except IndexError:
+            handle = ctypes.c_void_p()
+            self._call_in_context("cuEventCreate", ctypes.byref(handle), 0 if timing else _NO_TIMING)
+            return DriverEvent(handle.value or 0, idle)
 
     # ---- in stream order -------------------------------------------------------------------------------
 
     def copy_to_host(self, to: int, data: int, nbytes: int, stream: int) -> None:
         """Device to pinned host memory."""
-        self._raise_on_error("cuMemcpyDtoHAsync", self._device_to_host(to, data, nbytes, stream))
+        self.raise_on_error("cuMemcpyDtoHAsync", self._device_to_host(to, data, nbytes, stream))
 
     def copy_to_device(self, to: int, data: int, nbytes: int, stream: int) -> None:
         """Pinned host memory to the device."""
-        self._raise_on_error("cuMemcpyHtoDAsync", self._host_to_device(to, data, nbytes, stream))
+        self.raise_on_error("cuMemcpyHtoDAsync", self._host_to_device(to, data, nbytes, stream))
 
     def copy_device_to_device(self, to: int, data: int, nbytes: int, stream: int) -> None:
         """Device to device. On one and the same device this takes SMs."""
-        self._raise_on_error("cuMemcpyDtoDAsync", self._device_to_device(to, data, nbytes, stream))
+        self.raise_on_error("cuMemcpyDtoDAsync", self._device_to_device(to, data, nbytes, stream))
 
     def fill_words(self, address: int, value: int, words: int, stream: int) -> None:
-        self._raise_on_error("cuMemsetD32Async", self._memset(address, value & 0xFFFFFFFF, words, stream))
+        self.raise_on_error("cuMemsetD32Async", self._memset(address, value & 0xFFFFFFFF, words, stream))
 
     def write_word(self, address: int, value: int, stream: int) -> None:
         """Store a 32-bit word after everything before it in the stream."""
-        self._raise_on_error("cuStreamWriteValue32", self._write_value(stream, address, value & 0xFFFFFFFF, 0))
+        self.raise_on_error("cuStreamWriteValue32", self._write_value(stream, address, value & 0xFFFFFFFF, 0))
 
     def wait_for_word(self, address: int, value: int, stream: int) -> None:
         """Hold the stream until the word, as a number that may have wrapped around, is at least `value`."""
-        self._raise_on_error("cuStreamWaitValue32", self._wait_value(stream, address, value & 0xFFFFFFFF, _AT_LEAST))
+        self.raise_on_error("cuStreamWaitValue32", self._wait_value(stream, address, value & 0xFFFFFFFF, _AT_LEAST))
 
     # ---- between streams -------------------------------------------------------------------------------
 
-    def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+    def current_stream(self) -> int:
+        """torch's, of this thread."""
+        assert cuda.current_stream_handle is not None
+        return cuda.current_stream_handle(self._index)
 
-    def record_event(self, stream: int | torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self._external_streams[stream] if isinstance(stream, int) else stream)
+    def record(self, event: DriverEvent, stream: int) -> None:
+        self._call_in_context("cuEventRecord", event.handle, stream)
+
+    def record_event(self, stream: int, timing: bool = False) -> DriverEvent:
+        event = self.new_event(timing)
+        self.record(event, stream)
         return event
 
-    def wait_for_event(self, stream: int | torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        event.wait(self._external_streams[stream] if isinstance(stream, int) else stream)
+    def wait_for_event(self, stream: int, event: DriverEvent) -> None:
+        self._call_in_context("cuStreamWaitEvent", stream, event.handle, 0)
 
-    def is_done(self, event: torch.cuda.Event) -> bool:
-        return event.query()
+    def is_done(self, event: DriverEvent) -> bool:
+        code = self._query(event.handle)
+        if code == INVALID_CONTEXT:
+            self._enter_context()  # the thread had none
+            code = self._query(event.handle)
+        if code == NOT_READY:
+            return False
+        self.raise_on_error("cuEventQuery", code)
+        return True
+
+    def seconds_between(self, began: DriverEvent, ended: DriverEvent) -> float:
+        """Of two events with timing that have been reached."""
+        milliseconds = ctypes.c_float()
+        self._call("cuEventElapsedTime", ctypes.byref(milliseconds), began.handle, ended.handle)
+        return milliseconds.value / 1e3
+
+
+@cache
+def driver_of(device: torch.device) -> CudaDriver:
+    """For events of streams that no transport has opened."""
+    return CudaDriver(device)

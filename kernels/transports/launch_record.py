@@ -1,7 +1,8 @@
 """What was launched, and how long somebody waited for it: the record that the meter reads.
 
-A `RecordedWork` stands for the group's own Work. `_c10d_functional.wait_tensor` calls its `wait`, in the same graph or
-in a later one, so every wait of ours is timed, labelled for the profiler, and fails with words that say what failed.
+A `RecordedWork` stands for the group's own Work, or for a transport's message. `_c10d_functional.wait_tensor` calls its
+`wait`, in the same graph or in a later one, so every wait of ours is timed, labelled for the profiler, and fails with
+words that say what failed.
 
 On a GPU a wait is put on the stream and the host goes on; then two events around it tell how long the stream waited.
 """
@@ -10,9 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from freescale.compat import distributed, logs
 from freescale.kernels.ops.schemas import PRIORITY_NAMES
+from freescale.kernels.transports import cuda_driver
 
 MAX_RECORDS = 100_000
 
@@ -27,21 +29,34 @@ MAX_RECORDS = 100_000
 class LaunchRecord:
     """One launch, or one time that the host was blocked (`bytes` 0). Times are seconds of time.perf_counter()."""
 
-    __slots__ = ("label", "bytes", "launched", "wait_began", "wait_ended", "arrived_before_wait", "events")
+    __slots__ = (
+        "label", "bytes", "launched", "wait_began", "wait_ended", "arrived_before_wait", "stream_seconds", "events",
+    )  # fmt: skip
 
     def __init__(self, label: str, size: int) -> None:
         self.label, self.bytes = label, size
         self.launched = time.perf_counter()
         self.wait_began = self.wait_ended = 0.0  # 0.0: nobody has waited yet
         self.arrived_before_wait = False  # then the time on the wire is at most until the wait began
-        self.events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self.stream_seconds: float | None = None  # how long a stream waited, where it was not the host
+        self.events: tuple[cuda_driver.CudaDriver, Any, Any] | None = None  # around that wait, until they were read
 
     def exposed_seconds(self) -> float:
-        """How long compute stood still for it. With events: 0.0 until the device has got there."""
-        if self.events is not None:
-            began, ended = self.events
-            return began.elapsed_time(ended) / 1e3 if ended.query() else 0.0
-        return self.wait_ended - self.wait_began
+        """How long compute stood still for it. On a GPU: 0.0 until the device has got there."""
+        self.read_events()
+        return self.wait_ended - self.wait_began if self.stream_seconds is None else self.stream_seconds
+
+    def read_events(self) -> bool:
+        """Whether there are none left to read."""
+        if (events := self.events) is not None:
+            driver, began, ended = events
+            if not driver.is_done(ended):
+                return False
+            self.set_stream_seconds(driver.seconds_between(began, ended))
+        return True
+
+    def set_stream_seconds(self, seconds: float) -> None:
+        self.stream_seconds, self.events = seconds, None
 
     def flight_seconds(self) -> float:
         """From the launch until it was seen to have arrived; an upper bound if nobody was waiting then."""
@@ -54,25 +69,53 @@ records: deque[LaunchRecord] = deque(maxlen=MAX_RECORDS)
 _not_waited_for: dict[int, RecordedWork] = {}
 
 
+class StreamWaits:
+    """Waits on the streams of one device. Their events are read, and used again, as later waits come by."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.driver = cuda_driver.driver_of(device)
+        self._unread: deque[LaunchRecord] = deque()
+
+    def new_events(self) -> tuple[Any, Any]:
+        return self.driver.new_event(timing=True), self.driver.new_event(timing=True)
+
+    def add(self, record: LaunchRecord, events: tuple[Any, Any]) -> None:
+        record.stream_seconds, record.events = 0.0, (self.driver, *events)
+        self._unread.append(record)
+
+    def pop_oldest(self) -> LaunchRecord | None:
+        """One whose events are still to be read; what is not read is to be put back."""
+        while self._unread:
+            record = self._unread.popleft()
+            if record.events is not None:
+                return record
+        return None
+
+    def put_back(self, record: LaunchRecord) -> None:
+        self._unread.appendleft(record)
+
+
+_stream_waits = cache(StreamWaits)
+
+
 class RecordedWork(dist.Work):
     """The work of a launch; a wait for it is recorded."""
 
     def __init__(self, work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.work, self.group, self.on_gpu = work, group, out.is_cuda
-        self.record = LaunchRecord(label, out.numel() * out.element_size())
+        self.work, self.group = work, group
+        self.stream_waits = _stream_waits(out.device) if out.is_cuda else None
+        self.record = LaunchRecord(label, out.nbytes)
         records.append(self.record)
         _not_waited_for[id(self)] = self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         _not_waited_for.pop(id(self), None)
         r = self.record
-        began = _event() if self.on_gpu else None
-        r.arrived_before_wait = self.work.is_completed()
         r.wait_began = time.perf_counter()
         try:
-            with profiler_range(f"wait for {r.label}"):
-                self.work.wait()
+            with profiler_range("wait for", r.label):
+                self._wait(r)
         except RuntimeError as error:
             raise RuntimeError(
                 f"freescale: rank {self.group.rank()} waited for {r.label} ({r.bytes} bytes) in vain: a rank failed, "
@@ -80,38 +123,80 @@ class RecordedWork(dist.Work):
             ) from error
         finally:
             r.wait_ended = time.perf_counter()
-            if began is not None:
-                r.events = (began, _event())
         return True
 
+    def _wait(self, record: LaunchRecord) -> None:
+        record.arrived_before_wait = self.work.is_completed()
+        if (waits := self.stream_waits) is None:
+            self.work.wait()
+            return
+        stream = waits.driver.current_stream()
+        began = waits.driver.record_event(stream, timing=True)
+        self.work.wait()
+        waits.add(record, (began, waits.driver.record_event(stream, timing=True)))
+        oldest = waits.pop_oldest()
+        if oldest is not None and not oldest.read_events():
+            waits.put_back(oldest)
 
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+
+class RecordedMessage(RecordedWork):
+    """The same for a message of a transport that copies: the wait and all that is recorded of it in one call."""
+
+    def __init__(self, transport: Any, message: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup) -> None:
+        super().__init__(message, label, out, group)
+        self.transport = transport
+
+    def _wait(self, record: LaunchRecord) -> None:
+        if (waits := self.stream_waits) is None:
+            record.arrived_before_wait, _ = self.transport.wait(self.work)
+            return
+        events, oldest = waits.new_events(), waits.pop_oldest()
+        earlier = oldest.events[1:] if oldest is not None and oldest.events is not None else None
+        arrived, seconds = self.transport.wait(self.work, events, earlier)
+        if arrived:
+            record.arrived_before_wait, record.stream_seconds = True, 0.0
+        else:
+            waits.add(record, events)
+        if oldest is not None and seconds is not None:
+            oldest.set_stream_seconds(seconds)
+        elif oldest is not None:
+            waits.put_back(oldest)
 
 
-def register_launch(
-    work: Any, what: str, priority: int, out: torch.Tensor, group: dist.ProcessGroup
-) -> torch.Tensor:
+@cache
+def launch_label(what: str, priority: int, table: str) -> str:
+    return f"{PRIORITY_NAMES[priority]} {what} of {table}"
+
+
+def register_launch(work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Register `work` for `out`, so that a wait for `out` waits for it, and record it."""
-    distributed.register_work(out, RecordedWork(work, f"{PRIORITY_NAMES[priority]} {what}", out, group))
+    distributed.register_work(out, RecordedWork(work, label, out, group))
     return out
 
 
-def profiler_range(name: str) -> Any:
+_NO_PROFILER = nullcontext()
+
+
+def profiler_range(what: str, label: str = "") -> Any:
     """A named range in the torch profiler's trace; nothing where no profiler is on."""
-    return torch.profiler.record_function(f"freescale: {name}") if logs.profiling() else nullcontext()
+    if not logs.profiling():
+        return _NO_PROFILER
+    return torch.profiler.record_function(f"freescale: {what} {label}".rstrip())
 
 
-@contextmanager
-def record_host_wait(name: str) -> Iterator[None]:
+class record_host_wait:  # noqa: N801  (used as a statement)
     """Record a time in which the host talks to other ranks and can do nothing else."""
-    record = LaunchRecord(name, 0)
-    record.wait_began = record.launched
-    try:
-        with profiler_range(name):
-            yield
-    finally:
-        record.wait_ended = time.perf_counter()
-        records.append(record)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._record = LaunchRecord(self._name, 0)
+        self._record.wait_began = self._record.launched
+        self._range = profiler_range(self._name)
+        self._range.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._range.__exit__(*error)
+        self._record.wait_ended = time.perf_counter()
+        records.append(self._record)

@@ -9,7 +9,7 @@ import torch
 
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import COPY_TRANSPORTS, PRIORITY_NAMES, lib
+from freescale.kernels.ops.schemas import COPY_TRANSPORTS, lib
 from freescale.kernels.transports import launch_record
 
 options: dict[str, dict[str, Any]] = {name: {} for name in COPY_TRANSPORTS}  # to open one with; from the flags
@@ -56,19 +56,22 @@ def close() -> None:
 
 
 def _implement_launches(name: str) -> None:
-    def launch(what, x, send_counts, recv_counts, n_recv, priority, group_name):
+    def launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name):
         group = distributed.group_by_name(group_name)
-        with launch_record.profiler_range(f"launch {PRIORITY_NAMES[priority]} {what}"):
+        label = launch_record.launch_label(what, priority, table)
+        with launch_record.profiler_range("launch", label):
             transport = transport_for(name, group, x.device)
-            out, work = transport.start(x, send_counts, recv_counts, n_recv, priority)
-        return launch_record.register_launch(work, what, priority, out, group)
+            out, message = transport.start(x, send_counts, recv_counts, n_recv, priority)
+        work = launch_record.RecordedMessage(transport, message, label, out, group)
+        distributed.register_work(out, work)
+        return out
 
     def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):
-        return launch(f"gradients of {table}", x, send_counts, recv_counts, n_recv, priority, group_name)
+        return launch("gradients", x, send_counts, recv_counts, n_recv, priority, table, group_name)
 
     def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
         packed = table_registry.gather_rows(table, rows)
-        return launch(f"rows of {table}", packed, send_counts, recv_counts, n_recv, priority, group_name)
+        return launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, group_name)
 
     for fn in (all_to_all_launch, all_to_all_rows_launch):
         lib.impl(f"{fn.__name__}_{name}", torch.compiler.disable(fn), "CompositeExplicitAutograd")

@@ -13,7 +13,6 @@ engines do it; that has not been measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,11 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels.transports import slot_rings
 from freescale.kernels.transports.base import RELEASED, CopyTransport
+from freescale.kernels.transports.channel import Channel
 from freescale.kernels.transports.cuda_driver import CudaDriver
-from freescale.kernels.transports.in_flight import Message
 from freescale.kernels.transports.shared_segment import PeerLiveness, cpu_group, share_segment
-from freescale.kernels.transports.slot_rings import PAGE_BYTES, PRIORITY_LEVELS, WORD_STRIDE, Lane, LaneTransfer
+from freescale.kernels.transports.slot_rings import PAGE_BYTES, PRIORITY_LEVELS, WORD_STRIDE, Lane
 
 WINDOW_BYTES, MAX_BYTES = 1 << 20, 64 << 20  # of one slab: at first, and at most
 AGREE_EVERY = 16  # launches
@@ -43,8 +41,6 @@ class PeerTransport(CopyTransport):
         self, group: dist.ProcessGroup, driver: Any, timeout: float, window_bytes: int, max_bytes: int, flag: str
     ) -> None:
         super().__init__(group, driver, timeout)
-        self._copy_out = self._copy_in = driver.copy_device_to_device
-        self._flag_by_copy = flag == "copy"
         self._gloo_group = cpu_group(group, timeout)
         segment, _ = share_segment(self.world * PeerLiveness.nbytes_per_rank, self.rank, self._gloo_group)
         if segment is not None:  # else a lost peer is noticed when the time-out has passed
@@ -54,7 +50,8 @@ class PeerTransport(CopyTransport):
         self._side_stream = self._resources.open_stream(0)  # for what must not stand behind a waiting stream
         streams = [stream for outwards, inwards in self.streams for stream in (*outwards, *inwards)]
         self._scratch = torch.zeros(len(streams) * WORD_STRIDE, dtype=torch.uint8, device=driver.device)
-        self._scratch_of_stream = {s: self._scratch.data_ptr() + i * WORD_STRIDE for i, s in enumerate(streams)}
+        scratch_of_stream = {s: self._scratch.data_ptr() + i * WORD_STRIDE for i, s in enumerate(streams)}
+        self._scratch_of_stream = scratch_of_stream if flag == "copy" else {}
         self._max_bytes = max_bytes
         self._largest_transfer = 0  # bytes between this rank and one peer, in any message so far
         self._pending_agreement: tuple[torch.Tensor, Any] | None = None  # largest transfer of any rank, and the Work
@@ -81,6 +78,7 @@ class PeerTransport(CopyTransport):
         levels, peers = range(PRIORITY_LEVELS), range(self.world)
         self._lanes_out = [[self._lane(peer, level, True) for peer in peers] for level in levels]
         self._lanes_in = [[self._lane(peer, level, False) for peer in peers] for level in levels]
+        self._open_channels([self._channel(level) for level in levels])
 
     def _flag_offset(self, full: bool, level: int, peer: int) -> int:
         return self._flags_begin + ((full * PRIORITY_LEVELS + level) * self.world + peer) * _SLOTS * WORD_STRIDE
@@ -98,23 +96,19 @@ class PeerTransport(CopyTransport):
             signal_address=peer_window + self._flag_offset(sends, level, self.rank),
         )
 
-    def _transfers(self, level: int, send: Sequence[int], recv: Sequence[int]) -> Iterable[LaneTransfer]:
-        lanes = self._lanes_in[level], self._lanes_out[level]
-        for sends, peer, offset, nbytes in slot_rings.transfers_in_order(self.rank, send, recv, self.slab_bytes):
-            yield LaneTransfer(lanes[sends][peer], offset, nbytes)
+    def _channel(self, level: int) -> Channel:
+        return Channel(
+            self.rank,
+            *self.streams[level],
+            self._lanes_out[level],
+            self._lanes_in[level],
+            self.slab_bytes,
+            between_devices=True,
+            scratch_of_stream=self._scratch_of_stream,
+        )
 
-    def _signal(self, address: int, value: int, stream: int) -> None:
-        if self._flag_by_copy:
-            scratch = self._scratch_of_stream[stream]
-            self.driver.write_word(scratch, value, stream)
-            self.driver.copy_device_to_device(address, scratch, 4, stream)
-        else:
-            self.driver.write_word(address, value, stream)
-
-    def _issue(
-        self, x: torch.Tensor, out: torch.Tensor, send: list[int], recv: list[int], priority: int
-    ) -> Message:
-        self._largest_transfer = max(self._largest_transfer, *send, *recv)
+    def _prepare(self, largest_bytes: int) -> None:
+        self._largest_transfer = max(self._largest_transfer, largest_bytes)
         turn = self.launched % AGREE_EVERY
         if turn == AGREE_EVERY // 2:
             largest = torch.tensor([self._largest_transfer])
@@ -125,7 +119,6 @@ class PeerTransport(CopyTransport):
             work.wait()
             if min(int(largest), self._max_bytes) > self.slab_bytes:
                 self._grow(min(int(largest), self._max_bytes))
-        return super()._issue(x, out, send, recv, priority)
 
     def _grow(self, slab_bytes: int) -> None:
         """All ranks are at the same launch. This one does wait on the host; it happens a few times in a run."""

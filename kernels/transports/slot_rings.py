@@ -8,11 +8,13 @@ and a slow reader holds the writer back.
 Why no set of ranks can deadlock: every rank puts its transfers in the order of (message, piece, distance), where
 distance is (receiver - sender) % world; a send goes before the receive of the same key. A transfer waits for transfers
 of smaller keys alone, or, a receive, for the send of its own key. So the smallest unfinished transfer can always run.
-This holds even if one hardware queue carries all streams of a rank.
+This holds even if one hardware queue carries all streams of a rank. (When the streams of a message come together at its
+end, the receives of later messages wait for transfers of this one: of smaller keys.)
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,20 +31,33 @@ def level_of(priority: int) -> int:
     return min(max(priority, 0), PRIORITY_LEVELS - 1)
 
 
-@dataclass
-class Lane:
-    """One ring in one direction, as one side sees it."""
+class Lane(ctypes.Structure):
+    """One ring in one direction, as one side sees it. Plain numbers, which native/transfers.c reads and counts too."""
 
     peer: int
-    sends: bool
+    sends: int  # 0 or 1
     slots: int
     piece_bytes: int  # of a slot
     data_address: int  # of the first slot
     wait_address: int  # of the first word that this side waits for
     signal_address: int  # of the first word that this side writes
-    wait_words: np.ndarray | None = None  # the words that this side waits for, where the host can read them
-    word_stride: int = WORD_STRIDE
-    next_piece: int = 0
+    host_words: int  # where the host can read the words that this side waits for; 0: it cannot
+    word_stride: int
+    next_piece: int
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("peer", "sends", "slots", "piece_bytes")),
+        *((name, ctypes.c_uint64) for name in ("data_address", "wait_address", "signal_address", "host_words")),
+        *((name, ctypes.c_int64) for name in ("word_stride", "next_piece")),
+    ]
+
+    def __init__(self, *, wait_words: np.ndarray | None = None, **numbers: int) -> None:
+        """`wait_words`: the words that this side waits for, where the host can read them."""
+        super().__init__(**numbers, word_stride=WORD_STRIDE)
+        self.wait_words = wait_words
+        if wait_words is not None:
+            assert wait_words.strides == (WORD_STRIDE,)
+            self.host_words = wait_words.ctypes.data
 
     def slot(self, piece: int) -> int:
         return piece % self.slots

@@ -13,7 +13,7 @@ Memory is bounded by `ring_bytes` per rank, allocated once; a sender whose slots
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ import torch.distributed as dist
 from freescale.compat import distributed, launcher_environment
 from freescale.kernels.transports import slot_rings
 from freescale.kernels.transports.base import CopyTransport, release_words
+from freescale.kernels.transports.channel import Channel
 from freescale.kernels.transports.cuda_driver import CudaDriver
 from freescale.kernels.transports.shared_segment import PeerLiveness, SharedSegment, cpu_group, share_segment
-from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, Lane, LaneTransfer
+from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, Lane
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,10 @@ class SharedMemoryTransport(CopyTransport):
         levels, peers = range(PRIORITY_LEVELS), range(self.world)
         self._lanes_out = [[self._lane(peer, level, True, mapped) for peer in peers] for level in levels]
         self._lanes_in = [[self._lane(peer, level, False, mapped) for peer in peers] for level in levels]
+        lanes = zip(self._lanes_out, self._lanes_in, strict=True)
+        self._open_channels(
+            [Channel(self.rank, *ways, *of, layout.piece_bytes) for ways, of in zip(self.streams, lanes, strict=True)]
+        )
         self._wait_words = [lane.wait_words for lane in self._all_lanes() if lane.wait_words is not None]
         self._resources.on_close(release_words, self._wait_words)
         self.pinned_bytes = segment.nbytes  # of the host, not of each rank: all ranks pin the same memory
@@ -78,12 +83,6 @@ class SharedMemoryTransport(CopyTransport):
 
     def _all_lanes(self) -> Iterable[Lane]:
         return (lane for lanes in (*self._lanes_out, *self._lanes_in) for lane in lanes)
-
-    def _transfers(self, level: int, send: Sequence[int], recv: Sequence[int]) -> Iterable[LaneTransfer]:
-        lanes = self._lanes_in[level], self._lanes_out[level]
-        pieces = slot_rings.transfers_in_order(self.rank, send, recv, self.layout.piece_bytes)
-        for sends, peer, offset, nbytes in pieces:
-            yield LaneTransfer(lanes[sends][peer], offset, nbytes)
 
     def missing_peers(self) -> set[int]:
         return {

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from freescale.compat import distributed
 from freescale.kernels.transports import slot_rings
 from freescale.kernels.transports.base import CopyTransport, release_words
+from freescale.kernels.transports.channel import Channel
 from freescale.kernels.transports.shared_segment import cpu_group
 from freescale.kernels.transports.slot_rings import (
     PAGE_BYTES,
@@ -174,6 +175,7 @@ class GlooRelay(CopyTransport):
         levels = range(PRIORITY_LEVELS)
         self._gloo_groups = [gloo_group, *(cpu_group(group, timeout, level) for level in levels[1:])]
         self._lanes = [[self._lane(ring, level) for ring in range(len(_RINGS))] for level in levels]
+        self._open_channels([Channel(self.rank, *ways, [], [], self.piece_bytes) for ways in self.streams])
         self._wait_words = [lane.wait_words for lanes in self._lanes for lane in lanes if lane.wait_words is not None]
         self._stop_threads = threading.Event()
         self._threads = [self._relay_thread(level, sends) for level in levels for sends in (True, False)]
@@ -227,7 +229,15 @@ class GlooRelay(CopyTransport):
         group = self._gloo_groups[level]
         return RelayThread(sends, slots, wait_words, signal_words, group, self._stop_threads, on_failure)
 
+    def _put_on_streams(
+        self, level: int, stream: int, x: int, out: int, send_counts: torch.Tensor, recv_counts: torch.Tensor,
+        row_bytes: int,
+    ) -> Any:  # fmt: skip
+        send, recv = ([n * row_bytes for n in counts.tolist()] for counts in (send_counts, recv_counts))
+        return self._issuer.launch_pieces(level, stream, x, out, self._transfers(level, send, recv))
+
     def _transfers(self, level: int, send: Sequence[int], recv: Sequence[int]) -> Iterable[LaneTransfer]:
+        """Every piece of one message, in the order in which it is issued; the threads are told what is to travel."""
         rank, world = self.rank, self.world
         lane_out, lane_in, self_out, self_in = self._lanes[level]
         first_out, first_in = sum(send[:rank]), sum(recv[:rank])

@@ -153,7 +153,7 @@ class BatchPlanning:
         """Plan a batch's rows, and the gradients of the batch before it, now that both are known."""
         plans = []
         for i, x in enumerate(self.exchanges):
-            ids = torch.cat([t.long() for t in loaded.ids[i]])
+            ids = _together(loaded.ids[i])
             if self._previous is None:
                 rows = _all_chosen(requests[i])
             else:
@@ -239,6 +239,10 @@ class BatchPlanning:
                 f"freescale: batch {self.number}: {problem}, or loop over such batches without a LookaheadLoader, "
                 "where TorchRec's own code serves them"
             )
+
+
+def _together(ids: list[torch.Tensor]) -> torch.Tensor:
+    return ids[0] if len(ids) == 1 and ids[0].dtype == torch.int64 else torch.cat([t.long() for t in ids])
 
 
 def _describe_strides(samples: dict[str, int]) -> str:

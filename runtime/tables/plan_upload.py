@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import dlpack
 
+from freescale.kernels.planning import native_plan
 from freescale.runtime import batch_structure
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.step_plan import StepPlan
@@ -67,19 +68,16 @@ class Uploader:
 def _copy_together(tensors: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The memory on the device, and a tensor in it for each of the 1-D int64 tensors, on the current stream."""
     sizes = [t.shape[0] for t in tensors]
-    rooms = [-(-n // _ALIGNMENT) * _ALIGNMENT for n in sizes]
-    host = torch.empty(max(1, sum(rooms)), dtype=torch.int64, pin_memory=True)
-    places = host.split_with_sizes([*rooms, host.shape[0] - sum(rooms)])
-    for place, t, n in zip(places, tensors, sizes, strict=False):
-        place[:n].copy_(t)
-    memory = torch.empty_like(host, device=device)
+    gaps = [-n % _ALIGNMENT for n in sizes]
+    total = sum(sizes) + sum(gaps)
+    host = torch.empty(total, dtype=torch.int64, pin_memory=True)
+    native_plan.pack(tensors, [n + gap for n, gap in zip(sizes, gaps, strict=True)], host)
+    memory = torch.empty(total, dtype=torch.int64, device=device)
     memory.copy_(host, non_blocking=True)
-    parts = memory.split_with_sizes([*rooms, host.shape[0] - sum(rooms)])
-    return memory, [_own_storage(part[:n]) for part, n in zip(parts, sizes, strict=False)]
+    parts = memory.split_with_sizes([n for pair in zip(sizes, gaps, strict=True) for n in pair])
+    return memory, [_own_storage(part) for part in parts[::2]]
 
 
 def _own_storage(view: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that is no view: to a compiled graph, views of one storage are related inputs."""
-    if view.shape[0] == 0:
-        return view.new_empty(0)
-    return dlpack.from_dlpack(dlpack.to_dlpack(view))
+    return dlpack.from_dlpack(dlpack.to_dlpack(view)) if view.shape[0] else view.new_empty(0)

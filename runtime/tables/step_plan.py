@@ -145,7 +145,8 @@ def plan_gradients(p: StepPlan, gradients: exchange_plan.Split) -> None:
         dynamo.mark_static(counts)
     n, dim = late.index.shape[0], p.arrived.shape[1]
     # A tensor that only has a shape: all its elements are the same one. Its gradient is what is wanted.
-    p.late_slot = p.arrived.new_empty(1).as_strided((n, dim), (0, 0)).requires_grad_()
+    like = p.arrived
+    p.late_slot = torch.empty_strided((n, dim), (0, 0), dtype=like.dtype, device=like.device).requires_grad_()
     row_bytes = dim * p.arrived.element_size()
     p.stats["bytes_back_urgent"], p.stats["bytes_late"] = urgent.index.shape[0] * row_bytes, n * row_bytes
 

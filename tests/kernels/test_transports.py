@@ -25,12 +25,13 @@ from torch import nn
 from freescale.kernels.transports import peer, peer_watch, slot_rings, staged
 from freescale.kernels.transports.device_resources import STREAMS_PER_DIRECTION as STREAMS
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
-from host_device import HostDriver
+from host_device import HostDriver, NativeHostDriver
 from ranks import run_ranks
 
 wait = torch.ops._c10d_functional.wait_tensor.default
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 KINDS = ("memory", "gloo")
+HOST_KINDS = (*KINDS, "memory in C", "gloo in C")  # who issues the messages; on CUDA always C
 OVERLAP = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 # ---- pieces and rings --------------------------------------------------------------------------------------
@@ -161,7 +162,8 @@ def opened(kind, device, **sizes):
         torch.cuda.set_device(0)
         driver = None
     else:
-        driver = HostDriver(seed=dist.get_rank(), delay=0.002)
+        kind, _, in_c = kind.partition(" in ")
+        driver = (NativeHostDriver if in_c else HostDriver)(seed=dist.get_rank(), delay=0.002)
     if kind.startswith("peer"):
         del sizes["ring_bytes"]
         how = kind.removeprefix("peer-")
@@ -211,7 +213,7 @@ def many(kind, device, messages, most, in_flight, sizes):
     return transport.launched
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOST_KINDS)
 @pytest.mark.parametrize("world", (1, 2, 3))
 def test_all_to_all_on_a_device_of_threads(kind, world):
     sizes = {"ring_bytes": 1 << 20, "piece_bytes": 8192}
@@ -232,7 +234,7 @@ def smaller_than_a_message(kind, device):
     return True
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOST_KINDS)
 def test_a_message_larger_than_the_ring(kind):
     assert run_ranks(smaller_than_a_message, 2, kind, "cpu") == [True, True]
 
@@ -250,7 +252,7 @@ def urgent_first(kind):
     early, expected = one(transport, counts, 2, "cpu")
     urgent, soon = one(transport, few, 0, "cpu")
     assert torch.equal(wait(urgent), soon)
-    behind = not transport.driver.is_done(transport.in_flight.messages[0].events[-1]) if late else True
+    behind = not transport.driver.is_done(transport.in_flight.messages[0].done) if late else True
     dist.barrier()
     if late:
         go_on.set()
@@ -259,7 +261,7 @@ def urgent_first(kind):
     return behind
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOST_KINDS)
 def test_urgent_passes_early(kind):
     assert run_ranks(urgent_first, 2, kind) == [True, True]
 
@@ -310,7 +312,7 @@ def given_back(kind):
     raise AssertionError("pinned memory was not given back")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOST_KINDS)
 def test_memory_and_streams_are_given_back(kind):
     assert run_ranks(given_back, 2, kind) == [[], []]
 
@@ -349,7 +351,7 @@ def check_death(kind, device, seconds, limit):
             assert float(said.split("took ")[1].split()[0]) < limit, said
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOST_KINDS)
 def test_a_rank_that_dies_is_named(kind):
     check_death(kind, "cpu", 8, 20)
 
@@ -374,7 +376,7 @@ def late_rank(kind):
     return True
 
 
-@pytest.mark.parametrize("kind, world", (("memory", 3), ("gloo", 2)))
+@pytest.mark.parametrize("kind, world", (("memory", 3), ("gloo", 2), ("memory in C", 2)))
 def test_a_late_rank_is_named_after_the_time_out(kind, world):
     for rank, said in enumerate(run_ranks(late_rank, world, kind, expect_errors=True)):
         if rank != 1:
@@ -422,7 +424,7 @@ def list_empties():
     def then_empties():
         if threading.current_thread() is not threading.main_thread():
             return oldest(in_flight)  # the watching thread itself
-        in_flight.messages = [message]
+        in_flight.add(message)
         transport.driver.is_done = lambda mark: False
         found = oldest(in_flight)
         del transport.driver.is_done

@@ -1,0 +1,145 @@
+"""How long a stream waited: events around a wait are read when the device has got there, and used again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from freescale.kernels.transports import cuda_driver, launch_record
+from freescale.kernels.transports.channel import Channel
+from freescale.kernels.transports.issue_native import issuer_for
+from freescale.kernels.transports.launch_record import LaunchRecord, RecordedMessage, RecordedWork, StreamWaits
+from freescale.kernels.transports.slot_rings import Lane
+from recording_driver import RecordingDriver
+
+COMPUTE = 5
+
+
+class Group:
+    def rank(self):
+        return 3
+
+
+class Transport:
+    """A launch and a wait, and nothing else of a transport."""
+
+    def __init__(self, driver):
+        lanes = [[Lane(peer=0, sends=s, slots=1, piece_bytes=64, data_address=1, wait_address=2, signal_address=3)] for s in (1, 0)]
+        self.issuer = issuer_for(driver, [Channel(0, [11, 12], [21, 22], *lanes, 64)])
+        self.error = ""
+
+    def launch(self):
+        one = torch.tensor([1])
+        return self.issuer.launch(0, COMPUTE, 1 << 40, 2 << 40, one, one, 8)
+
+    def wait(self, done, events=None, earlier=None):
+        if self.error:
+            raise RuntimeError(self.error)
+        return self.issuer.wait(COMPUTE, done, events, earlier)
+
+
+class GroupsOwn:
+    """A Work of the group itself."""
+
+    def __init__(self, completed):
+        self.completed, self.waited = completed, False
+
+    def is_completed(self):
+        return self.completed
+
+    def wait(self):
+        self.waited = True
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    driver = RecordingDriver()
+    driver.current_stream = lambda: COMPUTE
+    record_event = driver.record_event
+    driver.record_event = lambda stream, timing=False: record_event(stream)
+    monkeypatch.setattr(cuda_driver, "driver_of", lambda device: driver)
+    launch_record.records.clear()
+    yield driver
+    launch_record.records.clear()
+
+
+def message_of(transport, waits):
+    work = RecordedMessage(transport, transport.launch(), "urgent rows of item", torch.empty(3, 2), Group())
+    work.stream_waits = waits  # as if the rows were on a GPU
+    return work
+
+
+def test_a_stream_that_waited(driver):
+    """0.0 until the device has got there; then what its clock says, and the events are free."""
+    transport, waits = Transport(driver), StreamWaits(torch.device("cuda", 0))
+    work = message_of(transport, waits)
+    record = work.record
+    assert record.bytes == 24 and launch_record.records[-1] is record
+    assert work.wait() and not record.arrived_before_wait and work not in launch_record._not_waited_for.values()
+    assert record.exposed_seconds() == 0.0 and record.events is not None and record.wait_ended > record.wait_began
+    driver.milliseconds = 125.0
+    driver.reached.add(driver.recorded[record.events[2].handle])
+    handles = {event.handle for event in record.events[1:]}
+    assert record.exposed_seconds() == record.exposed_seconds() == 0.125 and record.events is None
+    assert handles <= set(driver.idle)
+
+
+def test_a_message_that_had_come_waits_for_nothing(driver):
+    transport, waits = Transport(driver), StreamWaits(torch.device("cuda", 0))
+    work = message_of(transport, waits)
+    driver.reached.add(driver.recorded[work.work.handle])
+    lines = len(driver.log)
+    work.wait()
+    assert [line[0] for line in driver.log[lines:]] == ["query"]
+    assert work.record.arrived_before_wait and work.record.exposed_seconds() == 0.0 and work.record.events is None
+
+
+def test_later_waits_read_the_events_of_earlier_ones(driver):
+    """So the number of events does not grow with the steps that the meter keeps."""
+    transport, waits = Transport(driver), StreamWaits(torch.device("cuda", 0))
+    kept, handles = [], set()
+    for step in range(50):
+        work = message_of(transport, waits)
+        driver.milliseconds = 1.0 + step
+        work.wait()
+        kept.append(work.record)
+        handles |= {event.handle for event in work.record.events[1:]}
+        driver.reached.add(driver.recorded[work.record.events[2].handle])
+    assert all(record.events is None for record in kept[:-2]) and len(handles) <= 8
+    assert [record.exposed_seconds() for record in kept[:-2]] == [(2.0 + step) / 1e3 for step in range(48)]
+    assert kept[-1].exposed_seconds() == 0.05
+
+
+def test_the_groups_own_work_is_timed_too(driver):
+    waits = StreamWaits(torch.device("cuda", 0))
+    first, second = (RecordedWork(GroupsOwn(done), "late gradients of item", torch.empty(1), Group()) for done in (False, True))
+    first.stream_waits = second.stream_waits = waits
+    assert first.wait() and first.work.waited and not first.record.arrived_before_wait
+    driver.milliseconds = 4.0
+    driver.reached.add(driver.recorded[first.record.events[2].handle])
+    assert second.wait() and second.record.arrived_before_wait
+    assert first.record.events is None and first.record.exposed_seconds() == 0.004
+
+
+def test_on_the_host_the_clock_of_the_host_counts(driver):
+    work = RecordedWork(GroupsOwn(False), "early rows of item", torch.empty(1), Group())
+    work.wait()
+    record = work.record
+    assert record.exposed_seconds() == record.wait_ended - record.wait_began > 0 and driver.log == []
+
+
+def test_a_wait_in_vain(driver):
+    transport = Transport(driver)
+    work = message_of(transport, StreamWaits(torch.device("cuda", 0)))
+    transport.error = "rank 1 is gone"
+    with pytest.raises(RuntimeError, match=r"rank 3 waited for urgent rows of item \(24 bytes\) in vain: .* rank 1 is gone"):
+        work.wait()
+    assert work.record.wait_ended >= work.record.wait_began > 0
+
+
+def test_a_time_that_the_host_was_blocked(driver):
+    with pytest.raises(ValueError), launch_record.record_host_wait("meeting of the ranks"):
+        raise ValueError
+    (record,) = launch_record.records
+    assert isinstance(record, LaunchRecord) and record.label == "meeting of the ranks" and record.bytes == 0
+    assert record.exposed_seconds() == record.wait_ended - record.launched > 0
