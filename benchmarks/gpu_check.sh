@@ -36,6 +36,7 @@ check hstu 200 pytest -q -m gpu tests/models/test_hstu_attention.py tests/benchm
 sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python3)
 check sanitizer_rows 200 "${sanitizer[@]}" tests/kernels/test_row_kernels.py
 check sanitizer_dispatch 200 "${sanitizer[@]}" tests/kernels/test_sample_packing.py
+check train 250 pytest -q -m gpu tests/models/test_train_example.py
 check transports 300 pytest -q -m gpu tests/kernels/test_transports.py
 check balance 150 pytest -q -m gpu tests/runtime/samples/test_split_batch.py
 check contention 150 python3 benchmarks/contention.py $quick --json "$results/contention.json"

@@ -44,7 +44,7 @@ class Replayed:
 class Launched:
     """`work`, `times` in a row, launched while the GPU is kept waiting."""
 
-    WAIT_CYCLES = 20_000_000  # about 10 ms
+    WAIT_CYCLES = 1_000_000  # for each time; about half a millisecond, longer than its launches take
 
     def __init__(self, work: Callable[[], Any], times: int) -> None:
         self.work, self.times = work, times
@@ -54,7 +54,7 @@ class Launched:
 
     def milliseconds(self) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(self.WAIT_CYCLES)
+        torch.cuda._sleep(self.WAIT_CYCLES * self.times)
         start.record()
         for _ in range(self.times):
             self.work()
