@@ -9,7 +9,9 @@ PYTHON ?= python3
 PIP_ARGS ?=
 SLOW ?=
 STEPS ?= 20
-RANKS ?= 2
+# one for each GPU, or two on the CPU
+GPUS = $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU))
+RANKS ?= $(or $(GPUS),2)
 # of the tests, each with ranks of its own; 0: in one process, one after another
 WORKERS ?= logical
 ARGS ?=
@@ -76,7 +78,7 @@ $(STAMP): pyproject.toml Makefile
 	@touch $@
 	@echo "Ready: $(BIN)/python. Next: make doctor, make test, make train."
 
-train: $(STAMP) ## train the example on RANKS (2) processes for STEPS (20) steps
+train: $(STAMP) ## train the example for STEPS (20) steps on RANKS processes (one for each GPU, or two on the CPU)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_hstu.py --steps $(STEPS) $(ARGS)
 
 test: $(STAMP) ## run the tests (SLOW=1: the slow ones too, FRESH=1: other random numbers); those for a GPU skip themselves where there is none

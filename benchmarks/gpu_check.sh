@@ -91,7 +91,8 @@ start tests_transports_2 1 400 "${gpu[@]}" "${training}[2]"
 start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py --deselect "$training"
 start transports 1 300 "${gpu[@]}" tests/kernels/test_transports.py
 start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
-start hstu 1 200 "${gpu[@]}" tests/models/test_hstu_attention.py
+start hstu 1 200 "${gpu[@]}" tests/models/test_hstu_attention.py tests/benchmarks/test_hstu_attention_benchmark.py
+start train 1 250 "${gpu[@]}" tests/models/test_train_example.py
 start sanitizer_rows 1 300 "${sanitizer[@]}" tests/kernels/test_row_kernels.py
 start sanitizer_dispatch 1 300 "${sanitizer[@]}" tests/kernels/test_sample_packing.py
 start balance 1 300 "${gpu[@]}" tests/runtime/samples/test_split_batch.py
@@ -99,6 +100,7 @@ finish
 check kernels_gpu 1 150 python3 benchmarks/kernels_gpu.py $quick --json "$results/kernels_gpu.json"
 check dispatch 1 150 python3 benchmarks/dispatch.py $quick --json "$results/dispatch.json"
 check host_path 1 60 python3 benchmarks/host_path.py $quick --json "$results/host_path.json"
+check hstu_attention_check 1 100 python3 benchmarks/hstu_attention.py --check
 check hstu_attention 1 150 python3 benchmarks/hstu_attention.py $quick --json "$results/hstu_attention.json"
 check contention 2 250 python3 benchmarks/contention.py $quick --json "$results/contention.json"
 check exchange_gpu 2 200 python3 benchmarks/exchange_gpu.py $quick --json "$results/exchange_gpu.json"

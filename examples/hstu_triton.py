@@ -21,7 +21,11 @@ MAX_DIM = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 
 
 class Blocks(NamedTuple):
-    """Sides of the tiles of each kernel and how it is compiled. GRAIN: near and far begin at its multiples."""
+    """Sides of the tiles of each kernel and how it is compiled.
+
+    GRAIN: near and far begin at its multiples, in the kernel of the queries too, whose tiles must divide it: what is
+    far for some of the queries of a tile only would be in nobody's gradient of the bias.
+    """
 
     forward: dict[str, int]
     keys: dict[str, int]
@@ -124,6 +128,7 @@ class _Call:
 
     def backward_queries(self, dq: Tensor, block: dict[str, int], grain: int) -> Tensor:
         """Also returns what far keys add to the gradient of the last bias, by program."""
+        assert grain % block["QUERIES"] == 0, (grain, block)
         programs = self.programs(block["QUERIES"])
         sums = torch.empty(programs, device=dq.device, dtype=torch.float32)
         tensors = (*self.rows, self.bias, self.expanded, self.tiles, dq, sums)

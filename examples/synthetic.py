@@ -9,39 +9,51 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 try:
     from torchrec.streamable import Pipelineable
-except ImportError:  # older TorchRec: its pipelines accept anything with the same methods
+except (ImportError, OSError):  # no TorchRec, or an older one: its pipelines accept anything with the same methods
     Pipelineable = object  # type: ignore[assignment, misc]
 
 
 @dataclass
 class Batch(Pipelineable):
-    """Features ``history``, ``action`` and ``candidate`` of B samples and their labels, float [B]."""
+    """Features ``history``, ``action`` and ``candidate`` of B samples and their labels, float [B].
 
-    features: KeyedJaggedTensor
+    Without TorchRec the features are tensors, those that ``NativeTables`` takes.
+    """
+
+    features: KeyedJaggedTensor | dict[str, torch.Tensor]
     labels: torch.Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The batch on ``device``."""
-        return Batch(
-            features=self.features.to(device=device, non_blocking=non_blocking),
-            labels=self.labels.to(device=device, non_blocking=non_blocking),
-        )
+        if isinstance(self.features, dict):
+            features = {k: x.to(device, non_blocking=non_blocking) for k, x in self.features.items()}
+        else:
+            features = self.features.to(device=device, non_blocking=non_blocking)
+        return Batch(features=features, labels=self.labels.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked host memory."""
-        return Batch(features=self.features.pin_memory(), labels=self.labels.pin_memory())
+        if isinstance(self.features, dict):
+            features = {k: x.pin_memory() for k, x in self.features.items()}
+        else:
+            features = self.features.pin_memory()
+        return Batch(features=features, labels=self.labels.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory of the batch until ``stream`` is done with it."""
-        self.features.record_stream(stream)
-        self.labels.record_stream(stream)
+        holders = self.features.values() if isinstance(self.features, dict) else [self.features]
+        for x in (*holders, self.labels):
+            x.record_stream(stream)
 
 
 class SyntheticHistories:
@@ -58,6 +70,7 @@ class SyntheticHistories:
         empty_share: share of the histories which are empty.
         vary_batch: let the number of samples vary from half to one and a half times ``batch_size``, and be 0
             in ``no_samples_share`` of the batches.
+        native: features as ``NativeTables`` takes them, not as a TorchRec KeyedJaggedTensor.
     """
 
     keys = ("history", "action", "candidate")
@@ -77,8 +90,10 @@ class SyntheticHistories:
         empty_share: float = 0.05,
         vary_batch: bool = False,
         no_samples_share: float = 0.03,
+        native: bool = False,
     ) -> None:
         self.steps = steps
+        self.native = native
         self.batch_size = batch_size
         self.actions = actions
         self.rank = rank
@@ -113,12 +128,28 @@ class SyntheticHistories:
         history, candidate = self._items(rng, total), self._items(rng, samples)
         action = rng.integers(0, self.actions, total)
         labels = rng.random(samples) < self._liked[candidate]
-        features = KeyedJaggedTensor(
+        make = self._native_features if self.native else self._keyed_features
+        features = make(history, action, candidate, lengths)
+        return Batch(features=features, labels=torch.from_numpy(labels.astype(np.float32)))
+
+    def _keyed_features(
+        self, history: np.ndarray, action: np.ndarray, candidate: np.ndarray, lengths: np.ndarray
+    ) -> KeyedJaggedTensor:
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        return KeyedJaggedTensor(
             keys=list(self.keys),
             values=torch.from_numpy(np.concatenate([history, action, candidate])),
-            lengths=torch.from_numpy(np.concatenate([lengths, lengths, np.ones(samples, dtype=np.int64)])),
+            lengths=torch.from_numpy(np.concatenate([lengths, lengths, np.ones_like(lengths)])),
         )
-        return Batch(features=features, labels=torch.from_numpy(labels.astype(np.float32)))
+
+    def _native_features(
+        self, history: np.ndarray, action: np.ndarray, candidate: np.ndarray, lengths: np.ndarray
+    ) -> dict[str, torch.Tensor]:
+        """``item``: of each sample its history and then its candidate."""
+        arrays = {"item": np.insert(history, np.cumsum(lengths), candidate), "item_lengths": lengths + 1}
+        arrays |= {"action": action, "action_lengths": lengths}
+        return {name: torch.from_numpy(x) for name, x in arrays.items()}
 
     def _samples(self, rng: np.random.Generator) -> int:
         if not self.vary_batch:

@@ -1,9 +1,11 @@
-"""Train an HSTU sequence recommender on TorchRec tables, once plain and once with freescale, and compare.
+"""Train an HSTU sequence recommender, once plain and once with freescale, and compare.
 
     torchrun --standalone --nproc-per-node 2 examples/train_hstu.py --steps 20
 
-Both runs see the same batches and start from the same weights. The last line of the output is one JSON object:
-what was compiled, and the largest difference of any loss, dense parameter or table row between the two runs.
+The tables are TorchRec's, or freescale's own where TorchRec is not there (`--tables`). The plain run is eager TorchRec;
+with freescale's own tables it is the same model, eager: every exchange then waits where the model needs it. Both runs
+see the same batches and start from the same weights. The last line of the output is one JSON object: what was compiled
+on what, and the largest difference of any loss, dense parameter or table row between the two runs.
 With --balance the second run moves samples between the ranks, so that all have the same work: the global batch and its
 averaged gradients are the same, but sums are taken in another order.
 """
@@ -31,15 +33,16 @@ from synthetic import SyntheticHistories
 def main() -> None:
     args = arguments()
     quiet()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", local_rank()) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     torch.set_num_threads(1)
 
+    build, reference = (build_torchrec, "eager TorchRec") if args.tables == "torchrec" else (build_native, "eager")
     plain, model = build(args, device), build(args, device)
     model.compile(backend="freescale")  # first, so that a flag that it does not know is an error now
-    expected = train(plain, histories(args), device, "eager TorchRec")
+    expected = train(plain, histories(args), device, reference)
     loader = freescale.LookaheadLoader(histories(args), model, balance=args.balance)
     losses = train(model, loader, device, "freescale")
     print_exchanges(loader.stats())
@@ -47,7 +50,7 @@ def main() -> None:
 
     difference = worst_difference(losses, expected, model, plain)
     if dist.get_rank() == 0:
-        print(json.dumps(report(losses, args.steps, difference)))
+        print(json.dumps(report(losses, args, difference)))
     dist.destroy_process_group()
 
 
@@ -65,13 +68,29 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--zipf", type=float, default=1.05, help="exponent of the ids' popularity")
     p.add_argument("--balance", action="store_true", help="move samples between ranks so that all have the same work")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--tables", choices=("torchrec", "native"), help="default: torchrec where it can be imported")
     args = p.parse_args()
     for name in ("steps", "batch_size", "items", "dim", "blocks", "heads", "cap"):
         if getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')} must be at least 1")
     if "RANK" not in os.environ:
         p.error("start this under torchrun, as in: torchrun --standalone --nproc-per-node 2 examples/train_hstu.py")
+    if args.device == "cuda" and local_rank() >= torch.cuda.device_count():
+        p.error(f"there are {torch.cuda.device_count()} GPUs for more ranks than that: start one for each")
+    args.tables = args.tables or ("torchrec" if has_torchrec() else "native")
     return args
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def has_torchrec() -> bool:
+    try:
+        import torchrec.distributed.embedding  # noqa: F401
+    except (ImportError, OSError):  # not there, or built for another torch
+        return False
+    return True
 
 
 def quiet() -> None:
@@ -81,7 +100,18 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def build(args: argparse.Namespace, device: torch.device) -> Any:
+def build_native(args: argparse.Namespace, device: torch.device) -> Any:
+    """The model on freescale's own tables: items row-wise, actions on rank 0, row-wise Adagrad, dense part in DDP."""
+    from native_tables import NativeTables
+
+    torch.manual_seed(0)
+    tables = NativeTables(args.items, 16, args.dim, device)
+    model = HSTU(tables, args.dim, args.heads, args.blocks, max_distance=128, normalizer=args.batch_size).to(device)
+    # Tables are buffers, of which each rank has its own rows.
+    return torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+
+
+def build_torchrec(args: argparse.Namespace, device: torch.device) -> Any:
     """The model, sharded by TorchRec: items row-wise, actions table-wise, fused row-wise Adagrad, dense part in DDP."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec import EmbeddingCollection, EmbeddingConfig
@@ -130,6 +160,7 @@ def histories(args: argparse.Namespace) -> SyntheticHistories:
         sigma=args.sigma,
         cap=args.cap,
         zipf=args.zipf,
+        native=args.tables == "native",
     )
 
 
@@ -205,11 +236,13 @@ def worst_difference(losses: list[torch.Tensor], expected: list[torch.Tensor], m
     return float(worst)
 
 
-def report(losses: list[torch.Tensor], steps: int, difference: float) -> dict[str, Any]:
+def report(losses: list[torch.Tensor], args: argparse.Namespace, difference: float) -> dict[str, Any]:
     seen = freescale.report()
     return {
         "ranks": dist.get_world_size(),
-        "steps": steps,
+        "device": args.device,
+        "tables": args.tables,
+        "steps": args.steps,
         "loss_first": round(float(losses[0]), 6),
         "loss_last": round(float(losses[-1]), 6),
         "graphs": seen["graphs"],

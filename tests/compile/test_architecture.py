@@ -134,3 +134,10 @@ def test_functions_are_short():
         if node.end_lineno is not None and node.end_lineno - node.lineno + 1 > 60
     }
     assert long == {}
+
+
+def test_programs_find_their_own_modules():
+    """Examples, benchmarks and the support of tests are on the path together, so no two modules there share a name."""
+    files = [f for folder in ("examples", "benchmarks", "tests/support") for f in sorted((ROOT / folder).glob("*.py"))]
+    names = [f.stem for f in files]
+    assert len(names) > 30 and len(set(names)) == len(names), sorted(n for n in names if names.count(n) > 1)

@@ -109,8 +109,6 @@ def _scripts() -> list[str]:
 
 def test_every_program_says_what_it_takes():
     scripts = _scripts()
-    if not HAS_TORCHREC:
-        scripts.remove("examples/train_hstu.py")
     helps = dict(zip(scripts, run_ranks_apart(_help, [(s,) for s in scripts]), strict=True))
     for script, words in helps.items():
         if script.startswith("benchmarks/") and script not in TOOLS:
@@ -178,8 +176,6 @@ def test_the_two_lines_that_install_torchrec():
 def test_a_bad_flag_is_found_before_anything_is_trained():
     """The example's eager half takes as long as the other."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    if not HAS_TORCHREC:
-        pytest.skip("torchrec or fbgemm_gpu is not installed")
     done = subprocess.run(
         [*command, str(ROOT / "examples" / "train_hstu.py"), "--steps", "1000"],
         env={**os.environ, "FREESCALE_PASES": "all"}, capture_output=True, text=True, timeout=200, check=False

@@ -211,4 +211,4 @@ class TestOnGpu:
 
 
 if __name__ == "__main__":
-    run_cases(CASES)
+    run_cases(CASES, check_bounds=False)  # `sources` has addresses

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from interpreted import in_the_interpreter, needs_gpu, on_a_gpu, run_cases
 from repo import ROOT
 
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 NAMES = ("out", "dq", "dk", "dv", "dbias")
 MOST = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -29,11 +31,11 @@ class Given:
         self.bias = torch.randn(heads, distances).to(device, dtype)
         self.alpha = dim**-0.5
 
-    def fused(self) -> list[torch.Tensor]:
+    def fused(self, blocks=None) -> list[torch.Tensor]:
         import hstu_triton
 
         tiles = hstu_triton.list_tiles(self.offsets, self.count)
-        rest = (*self.qkv, tiles, self.bias, self.alpha)
+        rest = (*self.qkv, tiles, self.bias, self.alpha, blocks)
         return [hstu_triton.attention(*rest), *hstu_triton.attention_backward(self.grad, *rest)]
 
     def loop(self) -> list[torch.Tensor]:
@@ -43,10 +45,10 @@ class Given:
         rest = (*(x.double() for x in self.qkv), self.offsets, self.bias.double(), self.alpha)
         return [hstu._attention_loop(*rest), *hstu._attention_backward_loop(self.grad.double(), *rest)]
 
-    def check(self) -> None:
+    def check(self, blocks=None) -> None:
         """Distance to float64, relative, of the whole and of each 64 rows."""
         most = MOST[self.grad.dtype]
-        for name, got, right in zip(NAMES, self.fused(), self.loop(), strict=True):
+        for name, got, right in zip(NAMES, self.fused(blocks), self.loop(), strict=True):
             assert got.dtype == self.grad.dtype and got.shape == right.shape
             # the bias is one small sum over all rows for each distance: only the whole has a scale
             parts = [(got, right)] if name == "dbias" else zip((got, *got.split(64)), (right, *right.split(64)), strict=True)
@@ -121,6 +123,38 @@ def sequences_do_not_see_each_other(device: str) -> None:
         assert torch.equal(a[:40], b[:40]) and b[40:].isnan().all()
 
 
+def blocks_of_the_benchmark(device: str) -> None:
+    """All sizes of tiles that it tries, on keys and queries that are near, far, and where the sequence ends."""
+    import hstu_attention_sweep as sweep
+    import hstu_triton
+
+    given = Given([260, 0, 70], 40, torch.bfloat16, device, dim=64)
+    given.grad.abs_(), given.qkv[2].abs_()  # else there may be little left of the bias's sum over so many rows
+    sizes = {kernel: [] for kernel in sweep.KERNELS}
+    for kernel, block in sweep.variants():
+        sides = {k: v for k, v in block.items() if k.isupper()} | ({} if "GRAIN" in block else {"NEAR_STAGES": 2})
+        sizes[kernel] += [sides] if sides not in sizes[kernel] else []
+    assert [len(x) for x in sizes.values()] == [4, 4, 4, 2]
+    for number in range(4):
+        chosen = {kernel: found[number % len(found)] for kernel, found in sizes.items()}
+        chosen["backward_bias"] = {"GRAIN": max(chosen["backward_queries"]["QUERIES"], 64)}
+        given.check(hstu_triton.Blocks(*chosen.values()))
+
+
+def what_lies_outside_is_found(device: str) -> None:
+    """By the interpreter of the tests, in loads, in stores, and between the elements of a view."""
+    from small_kernels import copy_apart
+
+    whole, target = torch.arange(8.0), torch.zeros(8)
+    for count, behind, wrong in ((4, 0, ""), (3, 1, ""), (4, 1, "loads 1 .*from the start of source"), (4, -1, "loads 1")):
+        with pytest.raises(Exception, match=wrong) if wrong else contextlib.nullcontext():
+            copy_apart[(1,)](whole[2:6], target[::2], count, behind)
+    with pytest.raises(Exception, match="copy_apart stores to 2 places"):
+        copy_apart[(1,)](whole, target[:3], 4, 0)
+    with pytest.raises(Exception, match="copy_apart loads 2 places"):
+        copy_apart[(1,)](whole[::2], target, 4, 0)
+
+
 CASES = [
     tiles_are_those_of_the_definition,
     empty_single_and_ragged,
@@ -131,7 +165,8 @@ CASES = [
     the_future_is_not_seen,
     sequences_do_not_see_each_other,
 ]
-test_in_the_interpreter = in_the_interpreter(__file__, CASES)
+INTERPRETED = [*CASES, blocks_of_the_benchmark, what_lies_outside_is_found]
+test_in_the_interpreter = in_the_interpreter(__file__, INTERPRETED)
 test_on_a_gpu = on_a_gpu(CASES)
 
 
@@ -217,4 +252,4 @@ class TestOnGpu:
 
 
 if __name__ == "__main__":
-    run_cases(CASES)
+    run_cases(INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else CASES)

@@ -1,4 +1,4 @@
-"""Triton kernels on the CPU, in Triton's interpreter.
+"""Triton kernels on the CPU, in Triton's interpreter, where each access is checked (bounds_checked.py).
 
 The interpreter must be chosen before Triton is imported, so the cases of a test file run in a process of their own: the
 file itself, as a program (`run_cases`), started once for all of its tests (`in_the_interpreter`) and for all workers of
@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import bounds_checked
 import session_folder
 from seeding import seed
 
@@ -94,9 +95,14 @@ def _outcomes(file: str) -> dict[str, str]:
     return json.loads((folder / "out").read_text().splitlines()[-1])
 
 
-def run_cases(cases: Sequence[Callable[[str], None]]) -> None:
-    """For `_outcomes`; by hand on the GPU, for example under compute-sanitizer."""
+def run_cases(cases: Sequence[Callable[[str], None]], check_bounds: bool = True) -> None:
+    """For `_outcomes`; by hand on the GPU, for example under compute-sanitizer.
+
+    check_bounds: not for kernels that read addresses from memory, which are none of their arguments.
+    """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreted and check_bounds:
+        bounds_checked.install()
     said = {}
     for case in cases:
         chosen = seed()

@@ -137,7 +137,7 @@ def test_a_rank_that_stops_is_an_error_on_the_others(during):
 FAILURES = {
     "before the first collective": (exchange_plan, "own_requests", 5, IndexError),
     "between two collectives of asking": (row_requests, "all_to_all_cpu", 13, MemoryError),
-    "before the answer": (exchange_plan, "intersection_masks", 4, MemoryError),
+    "before the answer": (exchange_plan, "collide", 4, MemoryError),
     "after the last collective": (step_plan, "plan_gradients", 4, TypeError),
     "balancing, between its collectives": (batch_balancer.solver, "balance", 5, ZeroDivisionError),
 }

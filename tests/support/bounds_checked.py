@@ -1,0 +1,93 @@
+"""Triton's interpreter, in which a kernel touches the elements of its arguments and nothing else.
+
+On a GPU, a load behind the end of a tensor mostly finds other data and goes unseen until the memory there is given back.
+Here it is an error that says which kernel went where. What a mask leaves out is not touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Argument:
+    """The bytes that the elements of one tensor lie in; of a view, not those between its rows."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.size = name, tensor.element_size()
+        self.base = tensor.data_ptr()
+        # a dimension of stride 0 has one element in memory
+        sizes = [1 if stride == 0 else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        last = sum((n - 1) * stride for n, stride in zip(sizes, tensor.stride(), strict=True))
+        self.elements = np.zeros(last + 1 if tensor.numel() else 0, dtype=bool)
+        if tensor.numel():
+            torch.from_numpy(self.elements).as_strided(sizes, tensor.stride()).fill_(True)
+
+    def holds(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Which of the accesses of `size` bytes are to its elements."""
+        at, within = np.divmod(addresses.astype(np.int64) - self.base, self.size)
+        inside = (at >= 0) & (at < len(self.elements)) & (within + size <= self.size)
+        inside[inside] = self.elements[at[inside]]
+        return inside
+
+
+class Launch:
+    """Of one kernel: its arguments."""
+
+    current: Launch | None = None
+
+    def __init__(self, kernel: str, arguments: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.arguments = [Argument(k, x) for k, x in arguments.items() if isinstance(x, torch.Tensor)]
+
+    def check(self, what: str, pointers: Any, mask: Any) -> None:
+        addresses, wanted = np.broadcast_arrays(pointers.data, mask.data)
+        addresses, size = addresses[wanted.astype(bool)], pointers.get_element_ty().primitive_bitwidth // 8
+        for argument in self.arguments:
+            addresses = addresses[~argument.holds(addresses, max(size, 1))]
+        if len(addresses):
+            at = int(addresses[0])
+            near = min(self.arguments, key=lambda a: abs(at - a.base))
+            raise IndexError(
+                f"{self.kernel} {what} {len(addresses)} places that belong to none of its arguments, the first of them "
+                f"{at - near.base} bytes from the start of {near.name}, which has {len(near.elements) * near.size}"
+            )
+
+
+def install() -> None:
+    """In this process, for all launches from now on."""
+    from triton.runtime import interpreter
+
+    prepare = interpreter.GridExecutor._init_args_hst
+
+    @wraps(prepare)
+    def noting(self: Any, args_dev: Any, kwargs: Any) -> Any:
+        args, kwargs = prepare(self, args_dev, kwargs)
+        Launch.current = Launch(self.fn.__name__, inspect.getcallargs(self.fn, *args, **kwargs))
+        return args, kwargs
+
+    interpreter.GridExecutor._init_args_hst = noting
+    builder = interpreter.InterpreterBuilder
+    load, store, change = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+
+    @wraps(load)
+    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        Launch.current.check("loads", pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    @wraps(store)
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        Launch.current.check("stores to", pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    @wraps(change)
+    def checked_change(self: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        Launch.current.check("adds to", pointers, mask)
+        return change(self, operation, pointers, value, mask, *rest)
+
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+    builder.create_atomic_rmw = checked_change
