@@ -35,9 +35,9 @@ class Blocks(NamedTuple):
 
 HALF = Blocks(
     {"QUERIES": 128, "KEYS": 64, "NEAR_STAGES": 2, "num_warps": 4, "num_stages": 3},
-    {"QUERIES": 32, "KEYS": 64, "NEAR_STAGES": 2, "num_warps": 4, "num_stages": 3, "maxnreg": 128},
-    {"QUERIES": 64, "KEYS": 64, "NEAR_STAGES": 2, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
-    {"GRAIN": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
+    {"QUERIES": 64, "KEYS": 64, "NEAR_STAGES": 2, "num_warps": 4, "num_stages": 3, "maxnreg": 168},
+    {"QUERIES": 64, "KEYS": 64, "NEAR_STAGES": 2, "num_warps": 4, "num_stages": 3, "maxnreg": 168},
+    {"GRAIN": 64, "num_warps": 4, "num_stages": 3},
 )
 # for heads wider than 64
 HALF_WIDE = Blocks(

@@ -109,6 +109,7 @@ def _prepare() -> config.Config:
         dynamo_settings.specialize_sizes_of_one()
     backports.backport_empty_grids()
     backports.backport_fake_of_fake()
+    backports.backport_open_slices()
     compiled_modules.load_eager_checkpoints(freescale)
     torchrec_patch.patch_torchrec()
     return cfg

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -43,7 +44,26 @@ def backport_fake_of_fake() -> None:
     FakeTensorMode.from_tensor = keep_fakes  # type: ignore[method-assign]
 
 
+def backport_open_slices() -> None:
+    """Before 2.13 the lowering of `x[1:]` asks whether the largest integer is beyond the end of x. If the size of x is
+    dynamic and may be 0 that is not known, and it fails."""
+    from torch._inductor.lowering import lowerings
+
+    op = torch.ops.aten.slice.Tensor
+    lower = lowerings[op]
+    if version.torch_version() not in ("2.11", "2.12") or getattr(lower, "_freescale", False):
+        return
+
+    def closed(x: Any, dim: int = 0, start: Any = 0, end: Any = sys.maxsize, *args: Any, **kwargs: Any) -> Any:
+        is_open = end is None or isinstance(end, int) and end >= sys.maxsize
+        return lower(x, dim, start, x.get_size()[dim] if is_open else end, *args, **kwargs)
+
+    closed._freescale = True  # type: ignore[attr-defined]
+    lowerings[op] = closed
+
+
 def probe() -> None:
     """Raise if a private name that is used here is gone. Cheap, needs no process group."""
     backport_empty_grids()
     backport_fake_of_fake()
+    backport_open_slices()

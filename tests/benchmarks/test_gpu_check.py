@@ -10,6 +10,7 @@ import pytest
 
 from repo import ROOT
 
+CHECKS = len(re.findall(r"^(?:start|check) ", (ROOT / "benchmarks/gpu_check.sh").read_text(), re.M))
 STUB = """#!/bin/sh
 echo "$(basename "$0") $*" >>"$CALLS"
 case "$*" in *"$FAILING"*) exit 3;; esac
@@ -37,7 +38,7 @@ def programs(calls: list[str]) -> list[str]:
 
 def test_two_halves_make_the_whole(tmp_path):
     whole, ended = called(tmp_path / "whole")
-    assert ended.returncode == 0 and ended.stdout.count("passed") == len(whole) == 14
+    assert ended.returncode == 0 and ended.stdout.count("passed") == len(whole) == CHECKS
     first, second = (called(tmp_path / part, PART=part)[0] for part in "12")
     assert programs(first + second) == programs(whole) and len(first) + len(second) == len(whole)
     assert all("step_gpu.py" not in c or "--seconds" in c for c in second)
@@ -55,7 +56,7 @@ def test_every_test_of_a_gpu_is_run(tmp_path):
 @pytest.mark.parametrize("name, failing", (("tests_nccl", "test_nccl.py"), ("contention", "contention.py")))
 def test_a_failure_is_told_and_the_others_go_on(tmp_path, name, failing):
     calls, ended = called(tmp_path / "x", failing)
-    assert ended.returncode == 1 and len(calls) == 14
+    assert ended.returncode == 1 and len(calls) == CHECKS
     assert re.findall(r"^(\S+) +FAILED \((\d+)\)", ended.stdout, re.M) == [(name, "3")]
 
 
