@@ -82,7 +82,7 @@ train: $(STAMP) ## train the example for STEPS (20) steps on RANKS processes (on
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_hstu.py --steps $(STEPS) $(ARGS)
 
 test: $(STAMP) ## run the tests (SLOW=1: the slow ones too, FRESH=1: other random numbers); those for a GPU skip themselves where there is none
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup $(if $(SLOW),,-m "not slow") $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 $(if $(SLOW),,-m "not slow") $(ARGS)
 
 lint: $(STAMP) ## check style (ruff) and types (mypy)
 	$(BIN)/ruff check .

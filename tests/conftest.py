@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 import interpreted
+import scheduling
 import session_folder
 from seeding import FRESH, seed
-
-ONE_WORKER = ("checked", "ended", "doctors", "unpacked")  # fixtures
 
 settings.register_profile("same", derandomize=True)
 settings.register_profile("fresh", print_blob=True)
@@ -42,15 +42,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         session_folder.create().cleanup()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return scheduling.scheduler(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share an expensive fixture stay with one worker; so do those that make network interfaces."""
-    for item in items:
-        shared = next((name for name in ONE_WORKER if name in getattr(item, "fixturenames", ())), None)
-        if item.path.name in ("test_netlab.py", "test_two_hosts.py"):
-            shared = "netlab"
-        if shared is not None:
-            item.add_marker(pytest.mark.xdist_group(shared))
+    items.sort(key=lambda item: scheduling.place_of(item.nodeid))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

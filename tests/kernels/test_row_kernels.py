@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +42,7 @@ def exact(n: int, dim: int) -> torch.Tensor:
 
 SKEWED = [1, 0, 3, 40, 1, 2, 17, 0, 0, 16, 5, 1, 1, 150]
 HUGE = [512, 1024, 3, 513, 1, 0, 512, 1700, 17]  # several runs: some begin with a window of runs, some within one
+SEVERAL_OF_64 = [64, 128, 3, 65, 1, 0, 64, 213, 17]  # the same for runs of 64
 
 
 # ---- cases: each runs in the interpreter and on a GPU --------------------------------------------------------------
@@ -67,19 +69,40 @@ def sums_segments_bit_for_bit(device: str) -> None:
             same_bits(row_kernels_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
 
 
+@contextlib.contextmanager
+def runs_of(length: int):
+    """Shorter runs than the kernels have: several of them in a segment that Triton's interpreter adds in a second."""
+    from freescale.kernels import row_kernels_triton
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "RUN_LENGTH", length)
+        patch.setattr(row_kernels_triton, "RUN_LENGTH", length)
+        yield
+
+
+def _sums_several_runs(dtype: torch.dtype, dim: int, lengths: list[int], device: str) -> None:
+    from freescale.kernels import row_kernels_triton
+
+    x = torch.randn(sum(lengths), dim).to(device, dtype)
+    order, ends = segments(lengths, device)
+    same_bits(row_kernels_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+
+
 def sums_segments_of_several_runs_bit_for_bit(device: str) -> None:
     from freescale.kernels import row_kernels_triton
 
-    for dtype, dim, lengths in ((torch.float32, 5, HUGE), (torch.bfloat16, 8, HUGE), (torch.float32, 1, [600])):
-        x = torch.randn(sum(lengths), dim).to(device, dtype)
-        order, ends = segments(lengths, device)
-        same_bits(row_kernels_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
-    for longest in (None, max(HUGE)):
-        weight, at, order, ends = _table(4, device, torch.float32, HUGE)
-        grad, expected = torch.randn(sum(HUGE), 4, device=device), weight.clone()
-        row_kernels.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
-        row_kernels_triton.update_segments(weight, None, grad, at, order, ends, 0.1, 0.0, longest)
-        same_bits(weight, expected)
+    _sums_several_runs(torch.float32, 5, HUGE, device)
+    _sums_several_runs(torch.float32, 1, [600], device)
+    interpreted = device == "cpu"
+    lengths = SEVERAL_OF_64 if interpreted else HUGE
+    with runs_of(64) if interpreted else contextlib.nullcontext():
+        _sums_several_runs(torch.bfloat16, 8, lengths, device)
+        for longest in (None, max(lengths)):
+            weight, at, order, ends = _table(4, device, torch.float32, lengths)
+            grad, expected = torch.randn(sum(lengths), 4, device=device), weight.clone()
+            row_kernels.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
+            row_kernels_triton.update_segments(weight, None, grad, at, order, ends, 0.1, 0.0, longest)
+            same_bits(weight, expected)
 
 
 def keeps_minus_zero_infinity_and_nan(device: str) -> None:
@@ -174,9 +197,7 @@ def random_segments_of_short_runs(device: str) -> None:
         order, ends = segments(lengths, device)
         assert torch.equal(row_kernels_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "RUN_LENGTH", 20)
-        patch.setattr(row_kernels_triton, "RUN_LENGTH", 20)
+    with runs_of(20):
         check()
 
 

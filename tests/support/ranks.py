@@ -38,7 +38,8 @@ def warm() -> None:
     if _context.get_start_method() != "forkserver":
         return
     _context.set_forkserver_preload(["warm_ranks"])
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), *sys.path])):
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", SYMPY_CACHE_SIZE="100000"):
         forkserver.ensure_running()
 
 
@@ -54,6 +55,7 @@ def nccl_environment(rank: int) -> dict[str, str]:
 def _rank(fn, rank, world, backend, store, timeout, env, own, pipe, args):
     os.environ.update({"OMP_NUM_THREADS": "1", **env})
     import torch
+    import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
     import torch.distributed as dist
@@ -61,6 +63,8 @@ def _rank(fn, rank, world, backend, store, timeout, env, own, pipe, args):
     torch.set_num_threads(1)
     graphs_too = "TORCHINDUCTOR_CACHE_DIR" in own
     torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = graphs_too
+    # With symbolic sizes, keeping what fake ops return costs more than it saves: a tenth of all compilation.
+    torch._dynamo.config.fake_tensor_cache_enabled = graphs_too
     try:
         if "nccl" in backend:
             torch.cuda.set_device(0)

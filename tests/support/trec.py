@@ -60,12 +60,9 @@ class Model(nn.Module):
 
     def forward(self, features, weight: torch.Tensor) -> torch.Tensor:
         found = self.ec(features)
-        total = weight.sum() * 0.0
-        for name in self.names:
-            values = found[name].values()
-            hidden = torch.tanh(self.mix(values))
-            total = total + (self.out(hidden) * values.sum(1, keepdim=True)).sum()
-        return total / 16.0
+        values = torch.cat([found[name].values() for name in self.names])
+        hidden = torch.tanh(self.mix(values))
+        return ((self.out(hidden) * values.sum(1, keepdim=True)).sum() + weight.sum() * 0.0) / 16.0
 
 
 def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8, small: bool = False, **fused: Any) -> Any:

@@ -1,35 +1,168 @@
 """Preloaded by the forkserver of ranks.py: what every rank would import and prepare before its first compilation.
 
-It knows nothing of freescale, and starts no thread that a fork would lose: so no gradients here.
+It knows nothing of freescale. It trains a small model of the same kind (symbolic sizes, some of them known at run time
+alone, a custom op, an autograd.Function) through AOTAutograd and Inductor's passes, so that torch and SymPy fill what
+does not depend on the graph: a quarter of a rank's first compilation. It leaves no thread, which a fork would lose.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
+import os
+from typing import Any
 
+import sympy
 import torch
 import torch._dynamo
-import torch._inductor.compile_fx  # noqa: F401
+import torch._functorch.config
+import torch._inductor.config
 import torch.distributed  # noqa: F401
+import torch.fx.experimental._config as shapes
 import tqdm
+from torch import nn
+from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx
 from torch._inductor.fx_passes import joint_graph, post_grad
+from torch._inductor.virtualized import V
 
-if all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu")):
-    for name in ("torchrec", "torchrec.distributed.embedding", "torchrec.distributed.planner"):
-        importlib.import_module(name)
+# What is imported while code is generated, or when a checkpoint is written.
+LATER = (
+    "sympy.physics.units",
+    "torch._inductor.bounds",
+    "torch._inductor.choices",
+    "torch._inductor.codegen.cpp",
+    "torch._inductor.codegen.cpp_wrapper_cpu",
+    "torch._inductor.codegen.cpu_device_op_overrides",
+    "torch._inductor.codegen.memory_planning",
+    "torch._inductor.codegen.wrapper",
+    "torch._inductor.codegen.wrapper_fxir",
+    "torch._inductor.hooks",
+    "torch._inductor.kernel_template_choice",
+    "torch._inductor.runtime.triton_heuristics",
+    "torch._inductor.scheduler",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.checkpoint",
+    "torch.utils.cpp_extension",
+)
+TORCHREC = ("torchrec", "torchrec.distributed.embedding", "torchrec.distributed.planner")
+HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu"))
+
+
+lib = torch.library.Library("warm", "DEF")
+lib.define("unique(Tensor ids) -> (Tensor, Tensor)")
+
+
+@torch.library.register_fake("warm::unique", lib=lib)
+def _(ids):
+    return ids.new_empty(torch.library.get_ctx().new_dynamic_size()), torch.empty_like(ids)
+
+
+@torch.library.impl("warm::unique", "CPU", lib=lib)
+def _unique(ids):
+    return torch.unique(ids, return_inverse=True)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor, weight, rows, inverse):  # type: ignore[override]
+        ctx.save_for_backward(anchor.detach(), rows, inverse)
+        return weight.index_select(0, rows).index_select(0, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # type: ignore[override]
+        anchor, rows, inverse = ctx.saved_tensors
+        summed = grad.new_zeros(rows.shape[0], grad.shape[1]).index_add(0, inverse, grad / 2)
+        return torch.empty_like(anchor) + summed.sum() * 0, None, None, None
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(5, 4))
+        self.anchor = torch.empty(0, 4).requires_grad_()
+        self.out = nn.Linear(4, 4)
+
+    def lookup(self, ids: list[torch.Tensor]) -> Any:
+        rows, inverse = torch.ops.warm.unique(torch.cat(ids))
+        found = _Rows.apply(self.anchor, self.weight, rows, inverse)
+        return torch.split(found, [i.shape[0] for i in ids])
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = batch["weight"].sum() * 0.0
+        for found in self.lookup([batch["item"], batch["user"]]):
+            loss = loss + (torch.tanh(self.out(found)) * found).sum() / 8
+        return loss
+
+
+def _interpret(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    mode = torch._guards.detect_fake_mode([n.meta["val"] for n in gm.graph.nodes if "val" in n.meta])
+    with torch.utils._python_dispatch._disable_current_modes(), V.set_fake_mode(mode):
+        _recursive_post_grad_passes(gm, is_inference=False)
+    gm.recompile()
+    interpreter = torch.fx.Interpreter(gm)
+
+    def run(args: Any) -> Any:
+        return interpreter.run(*args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+    return compile_fx(gm, inputs, inner_compile=_interpret)
+
+
+def _train(model: nn.Module, *batch: Any) -> None:
+    with (
+        torch._dynamo.config.patch(
+            capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, assume_static_by_default=False,
+            specialize_float=True, skip_torchrec=False, force_unspec_int_unbacked_size_like_on_torchrec_kjt=True,
+        ),
+        shapes.patch(backed_size_oblivious=True, use_duck_shape=False),
+    ):  # fmt: skip
+        torch.compile(model, backend=_backend, fullgraph=True)(*batch).backward()
+        with torch.no_grad():
+            torch.compile(model, backend=_backend, fullgraph=True)(*batch)
+    torch._dynamo.reset()
+
+
+def _sizes() -> None:
+    """What SymPy is asked of every size; it keeps its answers by name, and torch names sizes s0 to s99, u0, u1, ..."""
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.symbol import SymT, make_symbol
+
+    sizes = [make_symbol(SymT.SIZE, i, positive=True, integer=True) for i in range(100)]
+    sizes += [make_symbol(SymT.UNBACKED_INT, i, integer=True) for i in range(40)]
+    for s in sizes:
+        for x in (s, -s, s - 1, 1 - s, s - 2, s + 1):
+            x.is_extended_nonnegative, x.is_extended_positive, x.is_zero  # noqa: B018
+        for n in (0, 1, 2, int_oo):
+            s >= n, s > n, s <= n, s < n, sympy.Eq(s, n), sympy.Ne(s, n), n <= s  # noqa: B015, B018
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
 
 
 def _warm_up() -> None:
-    tqdm.tqdm.monitor_interval = 0  # else a thread
     torch.set_num_threads(1)
-    torch.compile(lambda x: (x * 2).relu().sum(), backend="aot_eager")(torch.ones(3))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    joint_graph.lazy_init()
+    tqdm.tqdm.monitor_interval = 0  # else a thread
+    for name in LATER:
+        with contextlib.suppress(ModuleNotFoundError):  # other releases of torch have other modules
+            importlib.import_module(name)
+    for name in TORCHREC if HAS_TORCHREC else ():
+        importlib.import_module(name)
+    joint_graph.lazy_init(torch.device("cpu"))
     post_grad.lazy_init()
+    ids = torch.tensor([1, 2, 1])
+    _train(_Model(), {"item": ids, "user": ids[:2], "weight": torch.ones(2)})
+    _sizes()
+    torch._dynamo.utils.counters.clear()
 
 
 _warm_up()
+assert _threads() == 1, "a thread would be lost in a fork"
+gc.collect()
 gc.freeze()  # a rank's garbage collector need not visit all of torch again and again

@@ -1,0 +1,40 @@
+"""Which worker of pytest-xdist runs which tests, and in which order.
+
+(The groups of its `--dist loadgroup` stand behind a node ID, where pytest 9.2 loses them: every worker then makes the
+fixtures of a group anew. So a group is told by the node ID itself.)
+"""
+
+from __future__ import annotations
+
+# Tests of a file that share an expensive fixture, or that make network interfaces: one after another, in one worker.
+ONE_WORKER = {
+    "test_doctor.py": "doctor",
+    "test_lookahead_loop.py": "lookahead loop",
+    "test_netlab.py": "network",
+    "test_packaging.py": "packaging",
+    "test_two_hosts.py": "network",
+}
+# What takes long comes first, so that no worker is left with it at the end.
+LONG = ("test_lookahead_loop.py", "test_zoo.py", "test_attach.py", "test_lookahead.py", "test_lookahead_random.py")
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.split("::")[0].rsplit("/", 1)[-1]
+
+
+def place_of(nodeid: str) -> int:
+    """By which to sort tests; within a place they stay as they are."""
+    name = file_of(nodeid)
+    return LONG.index(name) if name in LONG else len(LONG)
+
+
+def scheduler(config, log):
+    """For pytest-xdist: groups in the order of their first tests."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return ONE_WORKER.get(file_of(nodeid), nodeid)
+
+    config.option.loadscopereorder = False  # else by the number of tests
+    return Scheduling(config, log)
