@@ -160,9 +160,9 @@ def _bytes_on_the_wire():
     sent: list[tuple[int, int]] = []
     honest = reference._launch
 
-    def counting(what, x, send_counts, recv_counts, n_recv, priority, group_name):
+    def counting(what, x, send_counts, recv_counts, n_recv, priority, *names):
         sent.append((priority, int(recv_counts.sum()) * x.shape[1] * x.element_size()))
-        return honest(what, x, send_counts, recv_counts, n_recv, priority, group_name)
+        return honest(what, x, send_counts, recv_counts, n_recv, priority, *names)
 
     reference._launch = counting
     ahead = Trainer("sgd").train(0.3, 20, wrapped=True)
