@@ -56,22 +56,28 @@ class Batches:
 
 
 class Trainer:
-    """One model, compiled once; every run starts from the same weights unless it is given others."""
+    """One model, compiled once; every run starts from the same weights unless it is given others.
+
+    An optimizer that keeps a state can be changed for "sgd" and back: the graphs do not know it.
+    """
 
     def __init__(self, optimizer: str, passes: str = "all", codegen: str = "eager", device: str = "cpu") -> None:
-        import freescale.backend as backend
-
-        backend.COMPILED.clear()
-        self.device = device
+        self.device, self.compilations = device, 0
         self.model = Model(optimizer, device)
         self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
         options = {"codegen": codegen, "passes": passes, "strict": True}
         self.compiled = torch.compile(self.model, backend="freescale", fullgraph=True, options=options)
 
+    def use(self, optimizer: str) -> Trainer:
+        self.model.item.optimizer = self.model.user.optimizer = optimizer
+        return self
+
     def train(self, share: float, steps: int, wrapped: bool, first: int = 0, state=None):
         """A plain loop. Returns losses; every parameter, row and optimizer state; the loader's stats."""
         import freescale
+        import freescale.backend as backend
 
+        before = sum(backend.COMPILED.values())
         self.model.load_state_dict(self.start if state is None else state)
         loader = Batches(steps, share, first)
         loader = freescale.LookaheadLoader(loader, self.compiled) if wrapped else loader
@@ -88,14 +94,9 @@ class Trainer:
                 p.grad /= dist.get_world_size()
             dense.step()
             losses.append(float(loss.detach()))
+        self.compilations += sum(backend.COMPILED.values()) - before
         state = {k: v.clone() for k, v in self.model.state_dict().items()}
         return losses, state, loader.stats() if wrapped else []
-
-
-def compilations() -> int:
-    import freescale.backend as backend
-
-    return max(backend.COMPILED.values())
 
 
 def same(a, b) -> bool:
