@@ -43,12 +43,18 @@ def _warm() -> None:
         forkserver.ensure_running()
 
 
+def _keep_bytecode() -> None:
+    """Of freescale and of the tests: what the first rank compiles, the others load, also where Python is told not to."""
+    sys.pycache_prefix, sys.dont_write_bytecode = str(session_folder.path() / "bytecode"), False
+
+
 class RankFailed(AssertionError):
     """A rank raised; the message holds every failed rank's traceback."""
 
 
-def _rank(fn, rank, world, store, timeout, env, own, pipe, args):
+def _rank(call, rank, world, store, timeout, env, own, pipe):
     os.environ.update({"OMP_NUM_THREADS": "1", **env})
+    _keep_bytecode()
     import torch
     import torch._dynamo.config
     import torch._functorch.config
@@ -68,6 +74,7 @@ def _rank(fn, rank, world, store, timeout, env, own, pipe, args):
             world_size=world,
             timeout=timedelta(seconds=timeout),
         )
+        fn, args = pickle.loads(call)
         pipe.send((True, pickle.dumps(fn(*args))))  # plain pickle: tensors travel by value
     except BaseException as error:  # noqa: BLE001
         pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
@@ -91,6 +98,7 @@ def run_ranks(
     `group_timeout`: of the process group, if it is not to be that of the whole.
     """
     _warm()
+    call = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder:
         pipes, ranks = [], []
         for rank in range(world):
@@ -99,7 +107,7 @@ def run_ranks(
             their_env = {"TORCHINDUCTOR_CACHE_DIR": str(session_folder.path() / "compiled"), **own}
             p = _context.Process(
                 target=_rank,
-                args=(fn, rank, world, os.path.join(folder, "store"), group_timeout or timeout, their_env, own, theirs, args),
+                args=(call, rank, world, os.path.join(folder, "store"), group_timeout or timeout, their_env, own, theirs),
                 daemon=True,
             )
             p.start()
@@ -137,12 +145,14 @@ def _collect(pipes, end, expect_errors):
     return results
 
 
-def _alone(fn, args, pipe):
+def _alone(call, pipe):
     os.environ["OMP_NUM_THREADS"] = "1"
+    _keep_bytecode()
     import torch
 
     torch.set_num_threads(1)
     try:
+        fn, args = pickle.loads(call)
         pipe.send((True, pickle.dumps(fn(*args))))  # plain pickle: tensors travel by value
     except BaseException as error:  # noqa: BLE001
         pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
@@ -157,7 +167,7 @@ def run_ranks_apart(fn: Callable[..., Any], calls: list[tuple], timeout: float =
     results = []
     for args in calls:
         ours, theirs = _context.Pipe(duplex=False)
-        p = _context.Process(target=_alone, args=(fn, args, theirs), daemon=True)
+        p = _context.Process(target=_alone, args=(pickle.dumps((fn, args)), theirs), daemon=True)
         p.start()
         theirs.close()
         try:
