@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
+from shared_ranks import Outcomes, run_together
 from two_tables import Batches, Trainer
+
+
+@cache
+def _trainer() -> Trainer:
+    return Trainer("sgd")
 
 
 def _steps():
     import freescale
 
+    trainer = _trainer()
     freescale.meter.clear()
-    trainer = Trainer("sgd", "all", "eager")
     loader = freescale.LookaheadLoader(Batches(6, 0.3), trainer.compiled)
     for i, batch in enumerate(loader):
         if i == 3 and dist.get_rank() == 1:
@@ -24,8 +32,8 @@ def _steps():
     return freescale.meter.steps(), loader.stats()
 
 
-def test_steps_waits_and_bytes():
-    ranks = run_ranks(_steps, 2)
+def test_steps_waits_and_bytes(checked):
+    ranks = checked.of("steps")
     for steps, stats in ranks:
         assert [s["step"] for s in steps] == list(range(6))
         for s in steps:
@@ -47,7 +55,7 @@ def test_steps_waits_and_bytes():
 def _profiled():
     import freescale
 
-    trainer = Trainer("sgd", "all", "eager")
+    trainer = _trainer()
     for i, batch in enumerate(freescale.LookaheadLoader(Batches(3, 0.3), trainer.compiled)):
         if i < 2:
             trainer.compiled(batch).backward()
@@ -57,8 +65,13 @@ def _profiled():
     return sorted({e.name for e in profile.events() if e.name.startswith("freescale: ")})
 
 
-def test_names_in_the_profiler():
-    for names in run_ranks(_profiled, 2):
+@pytest.fixture(scope="module")
+def checked() -> Outcomes:
+    return run_together({"steps": _steps, "profiled": _profiled}, 2)
+
+
+def test_names_in_the_profiler(checked):
+    for names in checked.of("profiled"):
         for what in ("urgent rows of item", "early rows of item", "late gradients of item", "urgent gradients of user"):
             assert f"freescale: launch {what}" in names or what.startswith("early")
             assert f"freescale: wait for {what}" in names
@@ -67,7 +80,7 @@ def test_names_in_the_profiler():
 def _dies():
     import freescale
 
-    trainer = Trainer("sgd", "all", "eager")
+    trainer = _trainer()
     for i, batch in enumerate(freescale.LookaheadLoader(Batches(6, 0.3), trainer.compiled)):
         loss = trainer.compiled(batch)
         if i == 2 and dist.get_rank() == 1:

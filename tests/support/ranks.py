@@ -43,6 +43,11 @@ def warm() -> None:
         forkserver.ensure_running()
 
 
+def _keep_bytecode() -> None:
+    """Of freescale and of the tests: what the first rank compiles, the others load, also where Python is told not to."""
+    sys.pycache_prefix, sys.dont_write_bytecode = str(session_folder.path() / "bytecode"), False
+
+
 class RankFailed(AssertionError):
     """A rank raised; the message holds every failed rank's traceback."""
 
@@ -52,8 +57,9 @@ def nccl_environment(rank: int) -> dict[str, str]:
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
-def _rank(fn, rank, world, backend, store, timeout, env, own, pipe, args):
+def _rank(call, rank, world, backend, store, timeout, env, own, pipe):
     os.environ.update({"OMP_NUM_THREADS": "1", **env})
+    _keep_bytecode()
     import torch
     import torch._dynamo.config
     import torch._functorch.config
@@ -75,6 +81,7 @@ def _rank(fn, rank, world, backend, store, timeout, env, own, pipe, args):
             world_size=world,
             timeout=timedelta(seconds=timeout),
         )
+        fn, args = pickle.loads(call)
         pipe.send((True, pickle.dumps(fn(*args))))  # plain pickle: tensors travel by value
         if "nccl" in backend:
             time.sleep(timeout)  # to be killed: a thread of NCCL's may still be sending what another rank waits for
@@ -102,6 +109,7 @@ def run_ranks(
     `init_process_group` takes it; with NCCL, all ranks are on the first GPU.
     """
     warm()
+    call = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder:
         pipes, ranks = [], []
         for rank in range(world):
@@ -110,7 +118,7 @@ def run_ranks(
             for_nccl = nccl_environment(rank) if "nccl" in backend else {}
             their_env = {"TORCHINDUCTOR_CACHE_DIR": str(session_folder.path() / "compiled"), **for_nccl, **own}
             store, seconds = os.path.join(folder, "store"), group_timeout or timeout
-            arguments = (fn, rank, world, backend, store, seconds, their_env, own, theirs, args)
+            arguments = (call, rank, world, backend, store, seconds, their_env, own, theirs)
             p = _context.Process(target=_rank, args=arguments, daemon=True)
             p.start()
             theirs.close()
@@ -147,12 +155,14 @@ def _collect(pipes, end, expect_errors):
     return results
 
 
-def _alone(fn, args, pipe):
+def _alone(call, pipe):
     os.environ["OMP_NUM_THREADS"] = "1"
+    _keep_bytecode()
     import torch
 
     torch.set_num_threads(1)
     try:
+        fn, args = pickle.loads(call)
         pipe.send((True, pickle.dumps(fn(*args))))  # plain pickle: tensors travel by value
     except BaseException as error:  # noqa: BLE001
         pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
@@ -167,7 +177,7 @@ def run_ranks_apart(fn: Callable[..., Any], calls: list[tuple], timeout: float =
     results = []
     for args in calls:
         ours, theirs = _context.Pipe(duplex=False)
-        p = _context.Process(target=_alone, args=(fn, args, theirs), daemon=True)
+        p = _context.Process(target=_alone, args=(pickle.dumps((fn, args)), theirs), daemon=True)
         p.start()
         theirs.close()
         try:

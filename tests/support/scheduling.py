@@ -8,8 +8,12 @@ from __future__ import annotations
 
 # Tests of a file that share an expensive fixture, or that make network interfaces: one after another, in one worker.
 ONE_WORKER = {
+    "test_batch_balancer.py": "balancer",
     "test_doctor.py": "doctor",
+    "test_lookahead.py": "lookahead",
     "test_lookahead_loop.py": "lookahead loop",
+    "test_lookahead_random.py": "random",
+    "test_meter.py": "meter",
     "test_netlab.py": "network",
     "test_packaging.py": "packaging",
     "test_two_hosts.py": "network",

@@ -63,15 +63,15 @@ def average(grad: torch.Tensor) -> torch.Tensor:
 
 
 class Trainer:
-    """One model, compiled once; every run starts from the same weights unless it is given others."""
+    """One model, compiled once; every run starts from the same weights unless it is given others.
+
+    An optimizer that keeps a state can be changed for "sgd" and back: the graphs do not know it.
+    """
 
     def __init__(
         self, optimizer: str, passes: str = "all", codegen: str = "eager", device: str = "cpu", transport: str | None = None
     ) -> None:
-        import freescale.backend as backend
-
-        backend.COMPILED.clear()
-        self.device = device
+        self.device, self.compilations = device, 0
         self.model = Model(optimizer, device)
         self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
         options = {"codegen": codegen, "passes": passes, "strict": True}
@@ -79,10 +79,16 @@ class Trainer:
             options["transport"] = transport
         self.compiled = torch.compile(self.model, backend="freescale", fullgraph=True, options=options)
 
+    def use(self, optimizer: str) -> Trainer:
+        self.model.item.optimizer = self.model.user.optimizer = optimizer
+        return self
+
     def train(self, share: float, steps: int, wrapped: bool, first: int = 0, state=None):
         """A plain loop. Returns losses; every parameter, row and optimizer state; the loader's stats."""
         import freescale
+        import freescale.backend as backend
 
+        before = sum(backend.COMPILED.values())
         self.model.load_state_dict(self.start if state is None else state)
         loader = Batches(steps, share, first)
         loader = freescale.LookaheadLoader(loader, self.compiled) if wrapped else loader
@@ -98,14 +104,9 @@ class Trainer:
                 p.grad.copy_(average(p.grad))
             dense.step()
             losses.append(float(loss.detach()))
+        self.compilations += sum(backend.COMPILED.values()) - before
         state = {k: v.clone() for k, v in self.model.state_dict().items()}
         return losses, state, loader.stats() if wrapped else []
-
-
-def compilations() -> int:
-    import freescale.backend as backend
-
-    return max(backend.COMPILED.values())
 
 
 def same(a, b) -> bool:

@@ -27,8 +27,11 @@ from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx
 from torch._inductor.fx_passes import joint_graph, post_grad
 from torch._inductor.virtualized import V
 
-# What is imported while code is generated, or when a checkpoint is written.
+# What tests import, and what torch imports while code is generated or a checkpoint is written.
 LATER = (
+    "expecttest",
+    "hypothesis.strategies",
+    "pytest",
     "sympy.physics.units",
     "torch._inductor.bounds",
     "torch._inductor.choices",

@@ -6,6 +6,8 @@ import itertools
 import random
 import threading
 import time
+from functools import cache, partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,42 +15,61 @@ import torch.distributed as dist
 
 import trec
 from ranks import HAS_TORCHREC, run_ranks
-from two_tables import Trainer, compilations, same
+from shared_ranks import Outcomes, run_together
+from two_tables import Trainer, same
 
 SHARES = (0.0, 0.12, 0.7, 1.0)
 
 
+@cache
+def trainer(passes: str) -> Trainer:
+    """Of this rank: one of a kind, since compiling takes longer than training."""
+    return Trainer("rowwise_adagrad", passes)
+
+
 def _exact(optimizer: str, steps: int, few: int):
     """`steps` of look-ahead against as many plain ones; a few of every other combination."""
-    plain = Trainer(optimizer, passes="none")
+    plain, ahead, closed = (trainer(passes).use(optimizer) for passes in ("none", "all", "-split_exchanges"))
+    fresh = plain.compilations == 0
     expected = {(share, n): plain.train(share, n, wrapped=False) for share in SHARES for n in (steps, few)}
-    assert compilations() == 1 and expected[0.12, steps][0][0] != expected[0.12, steps][0][-1]
+    assert expected[0.12, steps][0][0] != expected[0.12, steps][0][-1]
+    assert plain.compilations == (1 if fresh else 2)
     assert all(same(plain.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
-    assert compilations() == 2  # one graph without a plan, one with
-    ahead, collisions = Trainer(optimizer), {}
+    assert plain.compilations == 2  # one graph without a plan, one with
+    collisions = {}
     for share in SHARES:
         got = ahead.train(share, steps, wrapped=True)
         assert same(got, expected[share, steps]), share
         items = [s for s in got[2] if s["exchange"].startswith("item") and s["step"] > 0]
         collisions[share] = sum(s["colliding_rows"] for s in items) / sum(s["unique_rows"] for s in items)
     assert all(same(ahead.train(share, few, wrapped=False), expected[share, few]) for share in SHARES)
-    assert compilations() <= 2
-    closed = Trainer(optimizer, passes="-split_exchanges")
+    assert ahead.compilations == 2
     assert all(same(closed.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
     return collisions
 
 
+OPTIMIZERS = ("sgd", "rowwise_adagrad")
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("world, steps", ((2, 60), pytest.param(2, 200, marks=slow), pytest.param(4, 200, marks=slow)))
-@pytest.mark.parametrize("optimizer", ("sgd", "rowwise_adagrad"))
-@pytest.mark.timeout(600)
-def test_same_bits_with_and_without(optimizer, world, steps):
-    """At unique-row collision rates of 0%, about 12%, about 70% and 100%."""
-    for found in run_ranks(_exact, world, optimizer, steps, steps // 6, timeout=550):
+def _expect_collisions(ranks: list[dict[float, float]]) -> None:
+    for found in ranks:
         assert found[0.0] == 0.0 and 0.02 < found[0.12] < 0.25
         assert 0.5 < found[0.7] < 0.85 and found[1.0] == 1.0, found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_same_bits_with_and_without(optimizer, checked):
+    """At unique-row collision rates of 0%, about 12%, about 70% and 100%. 36 steps go twice over the table."""
+    _expect_collisions(checked.of(f"exact, {optimizer}"))
+
+
+@slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_same_bits_with_and_without_for_long(optimizer, world):
+    _expect_collisions(run_ranks(_exact, world, optimizer, 200, 33, timeout=550))
 
 
 def _subsets() -> list[str]:
@@ -80,17 +101,18 @@ def test_every_subset_of_passes_gives_the_same_bits(optimizer):
 
 def _inductor():
     plain = Trainer("sgd", "none", "inductor").train(0.3, 30, wrapped=False)
-    ahead = Trainer("sgd", "all", "inductor").train(0.3, 30, wrapped=True)
+    trained = Trainer("sgd", "all", "inductor")
+    ahead = trained.train(0.3, 30, wrapped=True)
     worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(ahead[0], plain[0], strict=True))
     for name, value in plain[1].items():
         if value.numel():
             worst = max(worst, float((ahead[1][name] - value).abs().max() / value.abs().max().clamp_min(1e-6)))
-    return worst, compilations()
+    return worst, trained.compilations
 
 
 def test_inductor_agrees():
     for worst, compiled in run_ranks(_inductor, 2):
-        assert worst <= 1e-6 and compiled <= 2
+        assert worst <= 1e-6 and compiled == 1
 
 
 def _delayed():
@@ -98,7 +120,7 @@ def _delayed():
     from freescale.compat import distributed
     from freescale.kernels import reference
 
-    plain = Trainer("rowwise_adagrad", "none").train(0.5, 40, wrapped=False)
+    plain = trainer("none").use("rowwise_adagrad").train(0.5, 40, wrapped=False)
     honest, rng, pending, most = reference._launch, random.Random(dist.get_rank()), [0], [0]
 
     class Late(dist.Work):
@@ -123,30 +145,30 @@ def _delayed():
         distributed.register_work(shown, work)
         return shown
 
-    reference._launch = launch
-    got = Trainer("rowwise_adagrad").train(0.5, 40, wrapped=True)
+    with mock.patch.object(reference, "_launch", launch):
+        got = trainer("all").use("rowwise_adagrad").train(0.5, 40, wrapped=True)
     return same(plain, got), most[0] > 1
 
 
-def test_order_is_not_luck():
+def test_order_is_not_luck(checked):
     """Launches that finish late and out of order change nothing: everything that needs one waits for it."""
-    assert run_ranks(_delayed, 2) == [(True, True), (True, True)]
+    assert checked.of("delayed") == [(True, True), (True, True)]
 
 
 def _stop():
     """Ten steps at once, and runs that stop after each k < 10 with what a checkpoint would hold."""
-    trainer = Trainer("rowwise_adagrad")
-    return trainer.train(0.4, 10, wrapped=True)[:2], [trainer.train(0.4, k, wrapped=True)[:2] for k in range(1, 10)]
+    ahead = trainer("all").use("rowwise_adagrad")
+    return ahead.train(0.4, 10, wrapped=True)[:2], [ahead.train(0.4, k, wrapped=True)[:2] for k in range(1, 10)]
 
 
 def _go_on(checkpoints):
-    trainer = Trainer("rowwise_adagrad")
+    ahead = trainer("all")
     mine = checkpoints[dist.get_rank()]
-    return [trainer.train(0.4, 10 - k, wrapped=True, first=k, state=mine[k - 1])[:2] for k in range(1, 10)]
+    return [ahead.train(0.4, 10 - k, wrapped=True, first=k, state=mine[k - 1])[:2] for k in range(1, 10)]
 
 
-def test_stop_anywhere_and_go_on_in_a_fresh_process():
-    stopped = run_ranks(_stop, 2)
+def test_stop_anywhere_and_go_on_in_a_fresh_process(checked):
+    stopped = checked.of("stop")
     went_on = run_ranks(_go_on, 2, [[state for _, state in firsts] for _, firsts in stopped])
     for (whole, firsts), rests in zip(stopped, went_on, strict=True):
         for first, rest in zip(firsts, rests, strict=True):
@@ -164,13 +186,26 @@ def _bytes_on_the_wire():
         sent.append((priority, int(recv_counts.sum()) * x.shape[1] * x.element_size()))
         return honest(what, x, send_counts, recv_counts, n_recv, priority, *names)
 
-    reference._launch = counting
-    ahead = Trainer("sgd").train(0.3, 20, wrapped=True)
+    with mock.patch.object(reference, "_launch", counting):
+        ahead = trainer("all").use("sgd").train(0.3, 20, wrapped=True)
     return sent, ahead[2]
 
 
-def test_bytes_on_the_wire_follow_the_law():
-    ranks = run_ranks(_bytes_on_the_wire, 2)
+CHECKS = {
+    **{f"exact, {optimizer}": partial(_exact, optimizer, 36, 10) for optimizer in OPTIMIZERS},
+    "delayed": _delayed,
+    "stop": _stop,
+    "bytes on the wire": _bytes_on_the_wire,
+}
+
+
+@pytest.fixture(scope="module")
+def checked() -> Outcomes:
+    return run_together(CHECKS, 2)
+
+
+def test_bytes_on_the_wire_follow_the_law(checked):
+    ranks = checked.of("bytes on the wire")
     stats = [s for _, mine in ranks for s in mine]
     sent = [s for mine, _ in ranks for s in mine]
     rows = sum(s["bytes_urgent"] for s in stats)

@@ -7,9 +7,9 @@ import logging
 import subprocess
 import sys
 import time
-import traceback
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch import nn
 import trec
 from loops import DIM, ROWS, Model, Training, batch_of, compare, data, threads
 from ranks import HAS_TORCHREC, run_ranks
+from shared_ranks import Outcomes, run_together
 
 # ---- loops that do what they like --------------------------------------------------------------------------------
 
@@ -156,13 +157,6 @@ def learning_rates(t: Training) -> None:
     table.lr, table.eps = 0.1, 1e-8
 
 
-def _same_loops() -> bool:
-    loops = (epochs, break_anywhere, exceptions, evaluation, evaluation_loader, checkpoints, odd_steps, learning_rates)
-    for loop in loops:
-        compare(loop)
-    return True
-
-
 # ---- loaders that fail -------------------------------------------------------------------------------------------
 
 
@@ -170,7 +164,7 @@ class Broken(RuntimeError):
     pass
 
 
-def _loader_failures() -> bool:
+def _loader_failures() -> None:
     rank = dist.get_rank()
 
     def failing(steps: int, change: Any) -> Any:
@@ -212,10 +206,9 @@ def _loader_failures() -> bool:
         assert t.losses == plain.losses and torch.equal(t.model.table.weight, plain.model.table.weight)
         if kind is Broken and rank == 1:
             assert "raises" in [entry.name for entry in caught.traceback]
-    return True
 
 
-def _uneven() -> bool:
+def _uneven() -> None:
     steps = 4 + 2 * dist.get_rank()
     plain = Training(False)
     for batch in data(4):
@@ -236,7 +229,6 @@ def _uneven() -> bool:
         for batch in t.loader(data(steps), strict=True):
             t.step(batch)
     assert t.losses == plain.losses and torch.equal(t.model.table.weight, plain.model.table.weight)
-    return True
 
 
 def _strict_by_flag() -> str:
@@ -254,7 +246,7 @@ def test_uneven_loaders_are_an_error_under_the_strict_flag():
 # ---- ranks that do not do the same -------------------------------------------------------------------------------
 
 
-def _leave_alone() -> bool:
+def _leave_alone() -> None:
     """One rank leaves its loop (or brings a wrong batch): the others hear of it, and nothing is lost."""
     rank = dist.get_rank()
     plain = Training(False)
@@ -295,7 +287,6 @@ def _leave_alone() -> bool:
                 continue
             t.step(batch)
     check(t)
-    return True
 
 
 def _never_comes() -> bool:
@@ -341,7 +332,7 @@ def test_without_the_process_group_the_error_counts_the_rows():
 # ---- bad input ---------------------------------------------------------------------------------------------------
 
 
-def _bad_input() -> bool:
+def _bad_input() -> None:
     plain = Training(False)
     for batch in data(4):
         plain.step(batch)
@@ -405,34 +396,27 @@ def _bad_input() -> bool:
             losses.append(t.run(batch))
             if len(losses) == 3:
                 losses[0].backward()
-    return True
 
 
-CHECKS = {f.__name__[1:]: f for f in (_same_loops, _loader_failures, _uneven, _leave_alone, _bad_input)}
+LOOPS = (epochs, break_anywhere, exceptions, evaluation, evaluation_loader, checkpoints, odd_steps, learning_rates)
+CHECKS = {
+    **{loop.__name__: partial(compare, loop) for loop in LOOPS},
+    **{f.__name__[1:]: f for f in (_loader_failures, _uneven, _leave_alone, _bad_input)},
+}
 
 
-def _check_all() -> dict[str, str]:
-    """Compiling takes longer than all of them, so they share their ranks."""
-    said = {}
-    for name, check in CHECKS.items():
-        try:
-            check()
-            said[name] = "good"
-        except Exception:  # noqa: BLE001
-            said[name] = traceback.format_exc()
-            break  # the ranks may be at different places
-    return said
+def _quiet(check: Any) -> None:
+    check()
 
 
 @pytest.fixture(scope="module")
-def checked() -> list[dict[str, str]]:
-    return run_ranks(_check_all, 2)
+def checked() -> Outcomes:
+    return run_together({name: partial(_quiet, check) for name, check in CHECKS.items()}, 2)
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_loop(name, checked):
-    for rank, said in enumerate(checked):
-        assert said.get(name, "not reached") == "good", f"rank {rank}"
+    checked.of(name)
 
 
 def _bad_models() -> bool:
