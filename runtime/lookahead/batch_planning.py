@@ -166,7 +166,7 @@ class BatchPlanning:
         """Plan a batch's rows, and the gradients of the batch before it, now that both are known."""
         plans = []
         for i, x in enumerate(self.exchanges):
-            ids = _together(loaded.ids[i])
+            ids = torch.cat([t.long() for t in loaded.ids[i]])  # a copy: the graph compares the batch with it
             if self._previous is None:
                 rows = exchange_plan.plan_rows(requests[i], _all_chosen(requests[i]))
             else:
@@ -260,10 +260,6 @@ class BatchPlanning:
                 f"freescale: batch {self.number}: {problem}, or loop over such batches without a LookaheadLoader, "
                 "where TorchRec's own code serves them"
             )
-
-
-def _together(ids: list[torch.Tensor]) -> torch.Tensor:
-    return ids[0] if len(ids) == 1 and ids[0].dtype == torch.int64 else torch.cat([t.long() for t in ids])
 
 
 def _describe_strides(samples: dict[str, int]) -> str:
