@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -53,9 +54,7 @@ class _Workspace:
         self.address = library().fs_new_workspace()
         if not self.address:
             raise MemoryError(_NO_MEMORY_LEFT)
-
-    def __del__(self) -> None:
-        library().fs_free_workspace(self.address)
+        weakref.finalize(self, library().fs_free_workspace, self.address)
 
 
 _NO_MEMORY_LEFT = "freescale: no memory left to plan a batch"
