@@ -25,7 +25,9 @@ class RegisteredTable(Protocol):
 class ShardedTable(RegisteredTable, Protocol):
     """The rows of one exchange that this rank owns."""
 
-    weight: torch.Tensor  # [rows, dim], the storage itself
+    @property
+    def weight(self) -> torch.Tensor:
+        """[rows, dim], the storage itself."""
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
         """One optimizer step. `grads[i]` is all the gradient of `weight[rows[i]]`; rows unique, ascending."""

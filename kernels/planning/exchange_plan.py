@@ -315,12 +315,12 @@ def split_batches(
 ) -> tuple[GradientsPlan, RowsPlan]:
     """Plan the gradients of `before` and the rows of `after`, from what the owners told this rank."""
     if native_plan.library() is not None:
-        batches = [
+        of_before, of_after = (
             (r.needed.values.shape[0], r.recv_counts, r.rows, r.send_counts, mask)
             for r, mask in ((before, collision.before), (after, collision.after))
-        ]
+        )
         first, second, inverse, entries, urgent, late = native_plan.split_batches(
-            message, *batches, after.inverse, after.needed.ends
+            message, of_before, of_after, after.inverse, after.needed.ends
         )
         gradients = GradientsPlan(Split(*(Chunk(*c) for c in first)), Deduplicated(*urgent), Deduplicated(*late))
         return gradients, RowsPlan(Split(*(Chunk(*c) for c in second)), inverse, entries)

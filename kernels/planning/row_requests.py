@@ -46,9 +46,10 @@ def exchange_headers(
     received = np.empty_like(sent)
     sent[:, 0] = status
     for i, requests in enumerate(own):
-        invalid = isinstance(requests, exchange_plan.InvalidId)
-        sent[:, 3 * i + 1] = 0 if invalid else requests.recv_counts.numpy()
-        sent[:, 3 * i + 2 : 3 * i + 4] = requests if invalid else (-1, 0)
+        if isinstance(requests, exchange_plan.InvalidId):
+            sent[:, 3 * i + 2 : 3 * i + 4] = requests
+        else:
+            sent[:, 3 * i + 1], sent[:, 3 * i + 2] = requests.recv_counts.numpy(), -1
     all_to_all_cpu(torch.from_numpy(received), torch.from_numpy(sent), [1] * world, [1] * world, group)
     statuses = received[:, 0].tolist()
     check_status(statuses)

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from freescale.kernels.transports.in_flight import InFlight
 from freescale.kernels.transports.shared_segment import PeerLiveness
@@ -23,7 +23,7 @@ _INTERVAL = 0.05  # seconds
 class WatchedTransport(Protocol):
     """What the thread needs of a transport."""
 
-    name: str
+    name: ClassVar[str]
     driver: Any
     timeout: float
     rank: int

@@ -86,7 +86,7 @@ def fit_to_cap(partition: Partition, *, any_count: bool = False) -> Partition:
     problem = partition.problem
     if partition.fits_memory():
         return partition
-    assert problem.memory is not None
+    assert problem.memory is not None and partition.memory is not None
     by_memory, unit = _memory_problem(problem)
     if any_count:
         by_memory = replace(by_memory, counts=np.ones_like(problem.counts))  # the largest sample may be alone

@@ -88,6 +88,7 @@ def _unmoved(problem: Problem, counts_given: bool) -> Partition:
         raise BalanceError("freescale: the method 'none' moves nothing, but the counts asked for are not those at home")
     partition = Partition(problem, problem.home)
     if not partition.fits_memory():
+        assert partition.memory is not None
         raise over_cap("none", partition.memory.max(), problem.cap)
     return partition
 
