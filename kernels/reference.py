@@ -103,7 +103,7 @@ def checked_rows(ids, firsts, sizes, table, group_name):
     group = distributed.group_by_name(group_name)
     invalid = exchange_plan.first_invalid_id(ids, sizes)
     with launch_record.record_host_wait("planning in the step"):
-        row_requests.exchange_invalid_id(invalid, table, group)
+        row_requests.compare_invalid_ids(invalid, table, group)
     return torch.cat([i.long() + first for i, first in zip(ids, firsts, strict=True)])
 
 

@@ -231,7 +231,7 @@ i64 fs_request(workspace *w, const void *const *ids, const i64 *lengths, const i
 }
 
 /* Which of `a` are among `b`, and which of `b` among `a`. None is negative; both may hold duplicates. */
-i64 fs_intersect(workspace *w, const i64 *a, i64 size_a, const i64 *b, i64 size_b, uint8_t *in_b, uint8_t *in_a) {
+static i64 intersect(workspace *w, const i64 *a, i64 size_a, const i64 *b, i64 size_b, uint8_t *in_b, uint8_t *in_a) {
     i64 largest = 0;
     for (i64 i = 0; i < size_a; i++) largest = a[i] > largest ? a[i] : largest;
     for (i64 i = 0; i < size_b; i++) largest = b[i] > largest ? b[i] : largest;
@@ -321,7 +321,7 @@ i64 fs_segment_entries(const i64 *ends, const i64 *indices, i64 n) {
 }
 
 /* One message per peer out of two: for each, a part of `first` and then a part of `second`. */
-void fs_interleave(const uint8_t *first, const uint8_t *second, const i64 *first_counts, const i64 *second_counts,
+static void interleave(const uint8_t *first, const uint8_t *second, const i64 *first_counts, const i64 *second_counts,
                    i64 peers, uint8_t *message) {
     for (i64 p = 0; p < peers; p++) {
         memcpy(message, first, first_counts[p]);
@@ -332,7 +332,7 @@ void fs_interleave(const uint8_t *first, const uint8_t *second, const i64 *first
     }
 }
 
-void fs_deinterleave(const uint8_t *message, const i64 *first_counts, const i64 *second_counts, i64 peers,
+static void deinterleave(const uint8_t *message, const i64 *first_counts, const i64 *second_counts, i64 peers,
                      uint8_t *first, uint8_t *second) {
     for (i64 p = 0; p < peers; p++) {
         memcpy(first, message, first_counts[p]);
@@ -346,8 +346,8 @@ void fs_deinterleave(const uint8_t *message, const i64 *first_counts, const i64 
 /* exchange_plan.collide: masks of the rows that both batches need, and what to tell the requesters. */
 i64 fs_collide(workspace *w, const i64 *before, i64 n_before, const i64 *before_counts, const i64 *after, i64 n_after,
                const i64 *after_counts, i64 world, uint8_t *mask_before, uint8_t *mask_after, uint8_t *message) {
-    i64 result = fs_intersect(w, before, n_before, after, n_after, mask_before, mask_after);
-    if (result == 0) fs_interleave(mask_after, mask_before, after_counts, before_counts, world, message);
+    i64 result = intersect(w, before, n_before, after, n_after, mask_before, mask_after);
+    if (result == 0) interleave(mask_after, mask_before, after_counts, before_counts, world, message);
     return result;
 }
 
@@ -379,7 +379,7 @@ i64 fs_split_batches(workspace *w, const uint8_t *message, i64 world, batch *bef
     uint8_t *keys_after = room(w, MASKS, after->n_keys + before->n_keys + 1);
     if (!keys_after) return NO_MEMORY;
     uint8_t *keys_before = keys_after + after->n_keys;
-    fs_deinterleave(message, after->recv_counts, before->recv_counts, world, keys_after, keys_before);
+    deinterleave(message, after->recv_counts, before->recv_counts, world, keys_after, keys_before);
     split_batch(before, keys_before, world);
     split_batch(after, keys_after, world);
     i64 n_early = after->n_keys - after->n_urgent_keys;

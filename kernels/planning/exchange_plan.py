@@ -237,8 +237,6 @@ def _counts_within(indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def intersection_masks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Which of `x` are among `y`, and which of `y` among `x`. None is negative."""
-    if native_plan.library() is not None:
-        return native_plan.intersection_masks(x, y)
     a, b = x.numpy(), y.numpy()
     largest = max(a.max(initial=0), b.max(initial=0))
     if largest > 64 * (a.shape[0] + b.shape[0]):  # few of many: number them densely, so that `table` stays small

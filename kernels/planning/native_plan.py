@@ -25,7 +25,6 @@ _SIGNATURES = {  # P: pointer, n: number, v: nothing; the result comes first
     "fs_free_workspace": "vP",
     "fs_deduplicate": "nPPnPPP",
     "fs_request": "nPPPPPPnnnPPPnPnPPPPPPP",
-    "fs_intersect": "nPPnPnPP",
     "fs_split_requests": "vPPPPPPPPPnPP",
     "fs_merge_inverse": "nPPnPnPnP",
     "fs_segment_entries": "nPPn",
@@ -128,13 +127,6 @@ def own_requests(
     if distinct == _INVALID_ID:
         return invalid[0], invalid[1]
     return tuple(map(_tensor, buffers, (_checked(distinct), n, distinct, n, distinct, world)))
-
-
-def intersection_masks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    in_y, in_x = (np.empty(t.shape[0], dtype=np.bool_) for t in (x, y))
-    sizes_and_addresses = x.data_ptr(), x.shape[0], y.data_ptr(), y.shape[0], _address(in_y), _address(in_x)
-    _checked(library().fs_intersect(_workspace(), *sizes_and_addresses))
-    return torch.from_numpy(in_y), torch.from_numpy(in_x)
 
 
 def split_requests(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,39 +28,53 @@ def request_rows(
 ) -> exchange_plan.Requests:
     """Tell each owner which of its rows this rank needs. An invalid id on any rank raises on every rank."""
     own = exchange_plan.own_requests(ids, first_row_of_feature, table_sizes, owners)
-    _, (send_counts,) = exchange_headers(0, [own], owners.starts.shape[0] - 1, [table], group)
+    headers = exchange_headers(0, [own], 1, owners.starts.shape[0] - 1, group)
+    require_valid_ids(headers, [table])
     assert isinstance(own, exchange_plan.OwnRequests)
-    return send_requests(own, send_counts, group)
+    return send_requests(own, headers.send_counts[0], group)
+
+
+class Headers(NamedTuple):
+    """What all ranks have told this one about a batch."""
+
+    statuses: list[int]  # of each rank: a number of the caller's
+    send_counts: list[torch.Tensor]  # of each exchange, [world]: how many rows each rank requests from this one
+    invalid_ids: list[tuple[int, exchange_plan.InvalidId] | None]  # of each exchange: rank, and its first invalid id
 
 
 def exchange_headers(
     status: int,
     own: Sequence[exchange_plan.OwnRequests | exchange_plan.InvalidId],
+    exchanges: int,
     world: int,
-    tables: Sequence[str],
     group: dist.ProcessGroup,
-    check_status: Callable[[list[int]], None] = lambda statuses: None,
-) -> tuple[list[int], list[torch.Tensor]]:
-    """One small all-to-all: how it stands on each rank, and for each exchange how many rows each rank requests from
-    this one. `check_status` may raise; after that an invalid id on any rank raises on every rank."""
-    sent = np.zeros((world, 1 + 3 * len(tables)), dtype=np.int64)
+) -> Headers:
+    """One small all-to-all. A rank that has nothing to request, since it will not go on, gives no `own`."""
+    sent = np.zeros((world, 1 + 3 * exchanges), dtype=np.int64)
     received = np.empty_like(sent)
-    sent[:, 0] = status
+    sent[:, 0], sent[:, 2::3] = status, -1
     for i, requests in enumerate(own):
         if isinstance(requests, exchange_plan.InvalidId):
             sent[:, 3 * i + 2 : 3 * i + 4] = requests
         else:
-            sent[:, 3 * i + 1], sent[:, 3 * i + 2] = requests.recv_counts.numpy(), -1
+            sent[:, 3 * i + 1] = requests.recv_counts.numpy()
     all_to_all_cpu(torch.from_numpy(received), torch.from_numpy(sent), [1] * world, [1] * world, group)
-    statuses = received[:, 0].tolist()
-    check_status(statuses)
-    for i, table in enumerate(tables):
-        features, values = received[:, 3 * i + 2], received[:, 3 * i + 3]
+    invalid: list[tuple[int, exchange_plan.InvalidId] | None] = []
+    for features, values in zip(received[:, 2::3].T, received[:, 3::3].T, strict=True):
         rank = int(np.argmax(features >= 0))
-        if features[rank] >= 0:
-            where = table_registry.get_table(table).describe(int(features[rank]))
-            raise IdOutsideTable(f"freescale: rank {rank}: id {int(values[rank])} is outside {where}")
-    return statuses, [torch.from_numpy(received[:, 3 * i + 1].copy()) for i in range(len(tables))]
+        found = exchange_plan.InvalidId(int(features[rank]), int(values[rank]))
+        invalid.append((rank, found) if found.feature >= 0 else None)
+    counts = [torch.from_numpy(received[:, 3 * i + 1].copy()) for i in range(exchanges)]
+    return Headers(received[:, 0].tolist(), counts, invalid)
+
+
+def require_valid_ids(headers: Headers, tables: Sequence[str]) -> None:
+    """Raises on every rank alike."""
+    for table, invalid in zip(tables, headers.invalid_ids, strict=True):
+        if invalid is not None:
+            rank, (feature, value) = invalid
+            where = table_registry.get_table(table).describe(feature)
+            raise IdOutsideTable(f"freescale: rank {rank}: id {value} is outside {where}")
 
 
 def send_requests(
@@ -88,13 +103,10 @@ def split_colliding(
     return exchange_plan.split_batches(received, collision, before, after)
 
 
-def exchange_invalid_id(invalid: tuple[int, int] | None, table: str, group: dist.ProcessGroup) -> None:
-    """An invalid id (feature, id) on any rank raises on every rank."""
-    nothing = torch.zeros(group.size(), dtype=torch.int64)
-    index = torch.empty(0, dtype=torch.int64)
-    none = exchange_plan.OwnRequests(exchange_plan.Deduplicated(index, index, index), index, index, nothing)
-    own = none if invalid is None else exchange_plan.InvalidId(*invalid)
-    exchange_headers(0, [own], group.size(), [table], group)
+def compare_invalid_ids(invalid: tuple[int, int] | None, table: str, group: dist.ProcessGroup) -> None:
+    """An invalid (feature, id) on any rank raises on every rank; for a lookup that requests nothing."""
+    own = [] if invalid is None else [exchange_plan.InvalidId(*invalid)]
+    require_valid_ids(exchange_headers(0, own, 1, group.size(), group), [table])
 
 
 def all_to_all_cpu(

@@ -144,19 +144,16 @@ class BatchPlanning:
             owners = exchange_plan.OwnerMap(x.bounds, x.shifts, x.starts)
             own.append(exchange_plan.own_requests(ids, x.row_offsets, x.table_sizes, owners))
         self.busy_since = time.monotonic()
+        headers = row_requests.exchange_headers(
+            loaded.status, own, len(self.exchanges), self.group.size(), self.group
+        )
+        self._require_all_go_on(headers.statuses, loaded.error)
         try:
-            _, counts = row_requests.exchange_headers(
-                loaded.status,
-                own,
-                self.group.size(),
-                [x.name for x in self.exchanges],
-                self.group,
-                lambda statuses: self._require_all_go_on(statuses, loaded.error),
-            )
+            row_requests.require_valid_ids(headers, [x.name for x in self.exchanges])
         except row_requests.IdOutsideTable as error:  # on every rank alike
             raise EndOfPlanning(error) from None
         requests = []
-        for requested, send_counts in zip(own, counts, strict=True):
+        for requested, send_counts in zip(own, headers.send_counts, strict=True):
             assert isinstance(requested, exchange_plan.OwnRequests)
             self.busy_since = time.monotonic()
             requests.append(row_requests.send_requests(requested, send_counts, self.group))

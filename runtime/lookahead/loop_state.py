@@ -21,7 +21,6 @@ from freescale.kernels.transports import open_transports
 from freescale.runtime import batch_structure
 from freescale.runtime.lookahead import late_gradients
 from freescale.runtime.tables import step_plan
-from freescale.runtime.tables.plan_upload import Upload
 from freescale.runtime.tables.step_plan import StepPlan
 from freescale.runtime.tables.table_exchange import Exchange
 
@@ -40,7 +39,7 @@ class PlannedBatch:
     plans: list[StepPlan]
     loader_state: Any = None  # of a loader that has one, when it had given this batch and not the next
     # On their way to the device: the batch, its plans, and rows of the next batch's.
-    uploads: list[Upload | batch_structure.BatchEvent] = field(default_factory=list)
+    uploads: list[batch_structure.BatchEvent] = field(default_factory=list)
 
     @property
     def used(self) -> bool:

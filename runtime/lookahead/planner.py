@@ -1,7 +1,8 @@
 """The background thread of a loop over a LookaheadLoader: it plans one batch after the other, ahead of the loop.
 
-It has a gloo group of its own and never touches the training group; the device only to read a batch that is there, on
-the default stream, since nobody says on which other one the batch was made.
+It has a gloo group of its own and never touches the training group. On a GPU it copies batches and plans to the device,
+on a stream of its own (plan_upload.py); a batch that is there already it reads on the default stream, since nobody says
+on which other one the batch was made.
 
 Whatever goes wrong on one rank while it loads a batch, all ranks hear of it before they do anything together, and each
 raises in its user's loop. What goes wrong later, between the collectives of planning, a rank posts in the store before

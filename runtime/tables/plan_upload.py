@@ -13,24 +13,11 @@ from torch.utils import dlpack
 
 from freescale.kernels.planning import native_plan
 from freescale.runtime import batch_structure
+from freescale.runtime.batch_structure import BatchEvent
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.step_plan import StepPlan
 
 _ALIGNMENT = 16  # elements: 128 bytes, as the device's own allocations have at least 16
-
-
-class Upload:
-    """Copies that a stream beside the training's was given. Whoever reads what they bring calls `wait` first."""
-
-    def __init__(self, stream: torch.cuda.Stream, memory: list[torch.Tensor]) -> None:
-        self._event, self._memory = stream.record_event(), memory
-
-    def wait(self) -> None:
-        """The current stream waits; the memory is not used again before that stream has used it."""
-        current = torch.cuda.current_stream(self._memory[0].device)
-        current.wait_event(self._event)
-        for t in self._memory:
-            t.record_stream(current)
 
 
 class Uploader:
@@ -40,29 +27,32 @@ class Uploader:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def batch(self, batch: Any) -> tuple[Any, batch_structure.BatchEvent | None]:
+    def batch(self, batch: Any) -> tuple[Any, BatchEvent | None]:
         """The batch on the device, and what to wait for before it is used."""
         if self._stream is None:
             return batch_structure.to_device(batch, self.device), None
         with torch.cuda.stream(self._stream):
             batch = batch_structure.to_device(batch, self.device)
-            return batch, batch_structure.BatchEvent(batch)
+            return batch, BatchEvent(batch)
 
-    def plans(self, rows: Sequence[StepPlan], gradients: Sequence[StepPlan]) -> Upload | None:
-        """Bring what the device reads to it: the forward half of some plans, the backward half of others."""
+    def plans(self, rows: Sequence[StepPlan], gradients: Sequence[StepPlan]) -> BatchEvent | None:
+        """Bring what the device reads to it: the forward half of some plans, the backward half of others.
+
+        Returns what to wait for before they are used.
+        """
         if self._stream is None:
             return None
         halves = [step_plan.tensors_of_rows(p) for p in rows] + [step_plan.tensors_of_gradients(p) for p in gradients]
         with torch.cuda.stream(self._stream):
             memory, copies = _copy_together([t for half in halves for t in half], self.device)
-            upload = Upload(self._stream, [memory])
+            copied = BatchEvent(memory)
         on_device = iter(copies)
         moved = [[next(on_device) for _ in half] for half in halves]
         for p, tensors in zip(rows, moved, strict=False):
             step_plan.set_tensors_of_rows(p, tensors)
         for p, tensors in zip(gradients, moved[len(rows) :], strict=True):
             step_plan.set_tensors_of_gradients(p, tensors)
-        return upload
+        return copied
 
 
 def _copy_together(tensors: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:

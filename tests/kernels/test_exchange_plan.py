@@ -319,7 +319,11 @@ def test_group_keeps_the_order_of_duplicates(values):
 @given(lists, lists)
 @settings(max_examples=150, deadline=None)
 def test_shared_is_an_intersection(x, y):
-    in_x, in_y = exchange_plan.intersection_masks(x, y)
+    def requested(rows):
+        return exchange_plan.Requests(None, None, rows, torch.tensor([rows.shape[0]]), None)
+
+    in_x, in_y, message = exchange_plan.collide(requested(x), requested(y))
+    assert message.tolist() == in_y.tolist() + in_x.tolist()
     assert in_x.tolist() == [v in y.tolist() for v in x.tolist()]
     assert in_y.tolist() == [v in x.tolist() for v in y.tolist()]
     assert in_x.dtype == in_y.dtype == torch.bool

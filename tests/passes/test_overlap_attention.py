@@ -354,18 +354,18 @@ def test_generated_code_sinks_weight_gradients():
 
 
 def _deep(table, ids, other):
-    """Behind the wait a chain longer than Python recurses, then a collective; and one that must come after it but needs none of it."""
+    """Behind the wait a chain of thousands, then a collective; and one that must come after it but needs none of it."""
     group = dist.group.WORLD.group_name
     sent = torch.ops._c10d_functional.all_to_all_single(table.index_select(0, ids), [8, 8], [8, 8], group)
     x = torch.ops._c10d_functional.wait_tensor(sent)
-    for _ in range(1500):
+    for _ in range(3000):
         x = x.tanh()
     first = torch.ops._c10d_functional.all_reduce(x, "sum", group)
     second = torch.ops._c10d_functional.all_reduce(other, "sum", group)
     return tuple(torch.ops._c10d_functional.wait_tensor(t) for t in (first, second))
 
 
-def test_a_chain_of_many_nodes():
+def test_a_chain_of_thousands_of_nodes():
     with fake_world(0, 2), FakeTensorMode():
         gm = make_fx(_deep)(torch.empty(32, 4), torch.zeros(16, dtype=torch.int64), torch.empty(16, 4))
         assert find_exchanges(gm, Config()) == 1
