@@ -2,23 +2,27 @@
 
     python benchmarks/plan.py [--quick] [--json FILE]
 
-Ranks are SIMULATED: one process does all that one rank does for a batch (ask, answer, steps.make, steps.finish), and
-what the other ranks would send is drawn from the distribution of the ids. Times are CPU times of one thread, without
-the making and the travelling of messages. Every rank has the same number of ids, however many ranks there are.
+Ranks are SIMULATED: one thread does all that one rank does for a batch, and another one stands in for all other ranks,
+at the other ends of the first one's sockets; what they would send is drawn from the distribution of the ids. Times are
+CPU times of the first thread, sockets included. Every rank has the same number of ids, however many ranks there are.
 """
 
 from __future__ import annotations
 
 import json
+import socket
+import threading
 import time
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
 
 from command_line import parser
-from freescale.kernels.planning import exchange_plan, row_requests
+from freescale.kernels.planning import exchange_plan, native_plan
+from freescale.kernels.planning.native_batch import NativeBatchPlan
+from freescale.kernels.planning.planned_batch import Extent
+from freescale.kernels.planning.rank_mesh import RankMesh
 from freescale.runtime.tables import step_plan
 
 WORLDS, ZIPFS = (2, 8, 32, 128, 256), (0.8, 1.05)
@@ -45,10 +49,10 @@ class Ids:
 
 
 class OneRank:
-    """Rank 0 of `world`: stands in for the all-to-all of its planning, and keeps the time that this takes."""
+    """Rank 0 of `world`, and what stands in for the others."""
 
     def __init__(self, ids: Ids, world: int) -> None:
-        self.ids, self.world, self.away = ids, world, 0.0
+        self.ids, self.world = ids, world
         self.block = -(-TABLE // world)
         shards = [
             exchange_plan.Shard(0, r * self.block, min(self.block, TABLE - r * self.block), r, 0)
@@ -57,72 +61,86 @@ class OneRank:
         self.owners = exchange_plan.owner_map(shards, [TABLE], world)
         self.mass = np.cumsum(ids.chance(np.arange(self.block)))
         self.asked: list[np.ndarray] = []  # keys that it asked for, of the last two batches
+        self.rows: list[np.ndarray] = []  # of each other rank: what it asks of this one, of the last two batches
 
-    def hear_requests(self) -> None:
-        """What the other ranks ask of this one for the next batch: rows, each rank's distinct and ascending."""
+    def draw(self) -> torch.Tensor:
+        """The next batch, and what the other ranks ask of this one for theirs: each rank's rows ascend."""
+        values = self.ids.draw()
+        self.asked = [*self.asked[-1:], np.unique(values.numpy())]  # here, the key of a row is its number
         peers, random = self.world - 1, self.ids.random
         total = random.poisson(self.ids.per_rank * peers * self.mass[-1])
         rows = np.searchsorted(self.mass, random.random(total) * self.mass[-1])
         both = np.unique(random.integers(1, self.world, total) * self.block + rows)
-        self.rows = torch.from_numpy(both % self.block)
-        self.counts = torch.from_numpy(np.bincount(both // self.block, minlength=self.world))
+        ends = np.searchsorted(both, np.arange(2, self.world + 1) * self.block)
+        self.rows = [*self.rows[-1:], np.split(both % self.block, ends[:-1])]
+        return values
 
-    def clock(self) -> float:
-        """CPU time of this thread, without what the other ranks' part took."""
-        return time.thread_time() - self.away
-
-    def all_to_all(self, out, x, recv, send, group) -> None:  # noqa: ANN001
-        start = time.thread_time()
-        if x.dim() == 2:  # how it stands, counts and complaints
-            out[:] = x
-            out[1:, 1] = self.counts[1:]
-        elif x.dtype == torch.uint8:  # flags
-            out[: recv[0]] = x[: send[0]]
-            out[recv[0] :] = torch.from_numpy(self.flags(recv))
-        else:  # rows
-            out[: recv[0]] = x[: send[0]]
-            out[recv[0] :] = self.rows
-        self.away += time.thread_time() - start
-
-    def flags(self, recv: list[int]) -> np.ndarray:
+    def flags(self) -> list[np.ndarray]:
         """What the other owners answer: a key was or will be asked for by this rank too, or by chance by another."""
-        before, after = self.asked[-2:]
-        found = []
+        before, after = self.asked
+        parts = []
         for keys, others in ((after, before), (before, after)):
             rest = 1 - np.exp(-self.ids.per_rank * (self.world - 1) * self.ids.chance(keys))
             hit = np.isin(keys, others) | (self.ids.random.random(keys.shape[0]) < rest)
-            found.append((keys // self.block, hit))
-        peer = np.concatenate([p for p, _ in found])
-        hits = np.concatenate([h for _, h in found])[np.argsort(peer, kind="stable")]
-        return hits[recv[0] :].astype(np.uint8)
+            parts.append(np.split(hit, np.searchsorted(keys, np.arange(1, self.world) * self.block))[1:])
+        return [np.concatenate(of_peer).astype(np.uint8) for of_peer in zip(*parts, strict=True)]
+
+    def stand_in(self, sockets: list[socket.socket]) -> threading.Thread:
+        """A thread that is all other ranks for one batch."""
+        rows, counts = self.rows[-1], np.diff(np.searchsorted(self.asked[-1], np.arange(self.world + 1) * self.block))
+        messages = [([np.array([0, r.shape[0], -1, 0]) for r in rows], [32] * len(rows)), (rows, counts[1:] * 8)]
+        if len(self.asked) == 2:
+            messages.append((self.flags(), [a.shape[0] + b.shape[0] for a, b in zip(*self.rows, strict=True)]))
+
+        def serve() -> None:
+            for send, receive in messages:
+                for s, message in zip(sockets, send, strict=True):
+                    s.sendall(message.tobytes())
+                for s, size in zip(sockets, receive, strict=True):
+                    while size:
+                        size -= len(s.recv(min(size, 1 << 20)))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        return thread
 
 
 def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.StepPlan]:
-    """For each batch, ms per million ids of ask, answer and making the steps; and the last finished step."""
-    like, times = torch.empty(0, DIM), []
-    before = asked_before = None
-    with mock.patch.object(row_requests, "all_to_all_cpu", rank.all_to_all):
-        for number in range(batches + 1):
-            values = rank.ids.draw()
-            rank.hear_requests()
-            rank.asked = [*rank.asked[-1:], np.unique(values.numpy())]  # here, the key of a row is its number
-            clock = [rank.clock()]
-            asked = row_requests.request_rows([values], [0], [TABLE], rank.owners, "table", None)
-            clock.append(rank.clock())
-            if before is None:
-                everything = [torch.ones_like(t, dtype=torch.bool) for t in (asked.needed.values, asked.rows)]
-                rows = exchange_plan.plan_rows(asked, exchange_plan.split_requests(asked, *everything))
-                after = step_plan.plan_rows(number, values, asked, rows, like)
-            else:
-                gradients, rows = row_requests.split_colliding(asked_before, asked, None)
-                clock.append(rank.clock())
-                after = step_plan.plan_rows(number, values, asked, rows, like)
-                step_plan.plan_gradients(before, gradients)
-                clock.append(rank.clock())
-                times.append((np.diff(clock) * 1e9 / rank.ids.per_rank).tolist())
-                finished = before
-            before, asked_before = after, asked
+    """For each batch, ms per million ids: to request, to plan, to make tensors; and the last finished step."""
+    like, times, before = torch.empty(0, DIM), [], None
+    rank.asked, rank.rows = [], []
+    ours, theirs = zip(*(socket.socketpair() for _ in range(rank.world - 1)), strict=True)
+    for s in ours:
+        s.setblocking(False)
+    plan = NativeBatchPlan(RankMesh([None, *ours], 0), [exchange_plan.ExchangeTables([0], [TABLE], rank.owners)], 600.0)
+    memories = [np.zeros(0, dtype=np.int64)] * 2  # in turn, as pinned memory would be
+    for number in range(batches + 2):
+        values = rank.draw()
+        thread = rank.stand_in(list(theirs))
+        clock = [time.thread_time()]
+        plan.request(0, [values])
+        clock.append(time.thread_time())
+        if memories[number % 2].shape[0] < plan.needed:
+            memories[number % 2] = np.zeros(plan.needed * 5 // 4, dtype=np.int64)
+        memory = memories[number % 2]
+        clock.append(time.thread_time())
+        _, (planned,) = plan.plan(native_plan.address_of(memory))
+        clock.append(time.thread_time())
+        arrays = _tensors(memory, planned.rows)
+        after = step_plan.plan_rows(number, arrays, planned.row_counts, planned.urgent_entries, like)
+        if before is not None:
+            step_plan.plan_gradients(before, _tensors(memory, planned.gradients), planned.gradient_counts)
+        clock.append(time.thread_time())
+        thread.join()
+        if number > 1:
+            times.append((np.diff(clock)[[0, 2, 3]] * 1e9 / rank.ids.per_rank).tolist())
+        before, finished = after, before
+    assert finished is not None
     return times, finished
+
+
+def _tensors(memory: np.ndarray, extents: list[Extent]) -> list[torch.Tensor]:
+    return [native_plan.tensor(memory[begin : begin + size]) for begin, size in extents]
 
 
 def row(world: int, zipf: float, times: list[list[float]], finished: step_plan.StepPlan) -> dict:
@@ -134,7 +152,7 @@ def row(world: int, zipf: float, times: list[list[float]], finished: step_plan.S
         "ms_per_million_ids": float(np.median(total)),
         "min": float(total.min()),
         "max": float(total.max()),
-        **dict(zip(("ask", "answer", "make"), np.median(ms, 0).tolist(), strict=True)),
+        **dict(zip(("request", "plan", "make"), np.median(ms, 0).tolist(), strict=True)),
         "batches": len(times),
         **{name: finished.stats[name] for name in ("unique_rows", "colliding_rows")},
         **memory(finished),
@@ -150,7 +168,7 @@ def memory(p: step_plan.StepPlan) -> dict[str, int]:
         "early_rows_bytes": p.early_slots.shape[0] * row,
         "late_gradients_bytes": p.late_index.shape[0] * row,
         "late_slots_bytes": p.late_slot.untyped_storage().nbytes(),
-        "plan_tensors_bytes": sum(t.untyped_storage().nbytes() for t in tensors.values()),
+        "plan_tensors_bytes": sum(t.nbytes for t in tensors.values()),
     }
     return {**sizes, "extra_bytes": sum(sizes.values())}
 
@@ -169,11 +187,11 @@ def main() -> None:
             times[at] += more
     rows = [row(*at, times[at], finished[at]) for at in ranks]
     print(f"{'ranks':>5} {'zipf':>5} {'ms per million ids':>19} {'min':>6} {'max':>6}", end=" ")
-    print(f"{'= ask':>7} {'+ answer':>8} {'+ make':>7} {'unique':>9} {'colliding':>9}")
+    print(f"{'= request':>9} {'+ plan':>8} {'+ make':>7} {'unique':>9} {'colliding':>9}")
     for r in rows:
         print(
             f"{r['ranks']:>5} {r['zipf']:>5} {r['ms_per_million_ids']:>19.1f} {r['min']:>6.1f} {r['max']:>6.1f} "
-            f"{r['ask']:>7.1f} {r['answer']:>8.1f} {r['make']:>7.1f} {r['unique_rows']:>9} {r['colliding_rows']:>9}"
+            f"{r['request']:>9.1f} {r['plan']:>8.1f} {r['make']:>7.1f} {r['unique_rows']:>9} {r['colliding_rows']:>9}"
         )
     of = {(r["ranks"], r["zipf"]): r for r in rows}
     chosen = of[8, 1.05]

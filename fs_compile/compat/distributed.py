@@ -25,6 +25,14 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def store_host() -> str | None:
+    """The host that keeps the default store, where it is one that listens."""
+    store: Any = default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", None)
+
+
 def devices_of_group(group: dist.ProcessGroup) -> tuple[str, ...]:
     """Device types that the group can send from, as ("cpu", "cuda")."""
     return tuple(d.type for d in group._device_types)
@@ -90,6 +98,7 @@ def probe() -> None:
     assert hasattr(torch._C._distributed_c10d, "_register_work")
     assert hasattr(dist.distributed_c10d, "_resolve_process_group")
     assert hasattr(dist.distributed_c10d, "_get_default_store")
+    assert hasattr(dist.PrefixStore, "underlying_store") and hasattr(dist.TCPStore, "host")
     assert hasattr(dist.ProcessGroup, "_device_types")
     assert hasattr(dist.ProcessGroup, "_allgather_base") and hasattr(dist.ProcessGroup, "recv")
     assert hasattr(dist.ProcessGroup, "alltoall_base")

@@ -31,37 +31,39 @@ class CannotBuild(RuntimeError):
 
 
 @cache
-def load(name: str) -> ctypes.CDLL | None:
-    """The library of `<name>.c`, or None, with a warning, where it cannot be built."""
+def load(*names: str) -> ctypes.CDLL | None:
+    """The library of `<name>.c` for each name, or None, with a warning, where it cannot be built."""
     try:
-        return ctypes.CDLL(str(_built(Path(__file__).parent / f"{name}.c")))
+        return ctypes.CDLL(str(_built([Path(__file__).parent / f"{name}.c" for name in names])))
     except (CannotBuild, OSError) as error:
         log.warning(
-            "freescale: %s.c cannot be built (%s); Python does the same more slowly, and holds its lock", name, error
+            "freescale: %s.c cannot be built (%s); Python does the same more slowly, and holds its lock",
+            names[0],
+            error,
         )
         return None
 
 
-def _built(source: Path) -> Path:
+def _built(sources: list[Path]) -> Path:
     """The shared library, from the cache of compiled code or newly made."""
-    text = source.read_bytes()
-    key = hashlib.sha256(text + " ".join(_FLAGS).encode() + os.uname().machine.encode()).hexdigest()[:16]
+    texts = [f.read_bytes() for f in (*sources, *sorted(sources[0].parent.glob("*.h")))]
+    key = hashlib.sha256(b"".join(texts) + " ".join(_FLAGS).encode() + os.uname().machine.encode()).hexdigest()[:16]
     folder = Path(inductor.cache_dir()) / "freescale"
-    library = folder / f"{source.stem}-{key}.so"
+    library = folder / f"{sources[0].stem}-{key}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _compile(source, library)
+        _compile(sources, library)
     return library
 
 
-def _compile(source: Path, library: Path) -> None:
+def _compile(sources: list[Path], library: Path) -> None:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise CannotBuild(f"none of {', '.join(_COMPILERS)} is on the PATH")
     handle, unfinished = tempfile.mkstemp(dir=library.parent, suffix=".so")
     os.close(handle)
     try:
-        command = [compiler, *_FLAGS, "-o", unfinished, str(source)]
+        command = [compiler, *_FLAGS, "-o", unfinished, *map(str, sources)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
         if done.returncode:
             raise CannotBuild(f"{compiler} says: {done.stderr.strip()[-500:]}")

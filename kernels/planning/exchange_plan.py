@@ -3,7 +3,8 @@
 Every row that this exchange serves has a *key*: owners one after the other, each owner's rows in their order.
 So sorting keys groups them by owner, and a key minus its owner's first key is the row in the owner's shard.
 
-What is written here in torch and NumPy is the definition. Where C code can be built (native_plan.py), that does it.
+What is written here in torch and NumPy is the definition. Where C code can be built, that groups ids (native_plan.py),
+and plans whole batches (native_batch.py).
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ class OwnerMap(NamedTuple):
     bounds: torch.Tensor  # [shards] first row number of each shard, ascending
     shifts: torch.Tensor  # [shards] what to add to a row number of that shard to get its key
     starts: torch.Tensor  # [world + 1] first key of each owner
+
+
+class ExchangeTables(NamedTuple):
+    """The tables of an exchange: for each feature the row number of its table's row 0, and its table's rows."""
+
+    first_rows: Sequence[int]
+    table_sizes: Sequence[int]
+    owners: OwnerMap
 
 
 def owner_map(shards: Sequence[Shard], table_rows: Sequence[int], world: int) -> OwnerMap:
@@ -84,12 +93,7 @@ def deduplicate(values: torch.Tensor) -> Deduplicated:
     last = np.ones(x.shape[0], dtype=bool)  # of its segment
     np.not_equal(x[1:], x[:-1], out=last[:-1])
     ends = np.flatnonzero(last) + 1
-    return Deduplicated(_tensor(x[ends - 1].astype(np.int64)), order, _tensor(ends))
-
-
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    # An empty array may have stride 0, and a compiled graph would tell that from stride 1.
-    return torch.from_numpy(array) if array.size else torch.empty(0, dtype=torch.int64)
+    return Deduplicated(native_plan.tensor(x[ends - 1].astype(np.int64)), order, native_plan.tensor(ends))
 
 
 def segment_sizes(ends: torch.Tensor) -> torch.Tensor:
@@ -162,7 +166,7 @@ def own_requests(
 ) -> OwnRequests | InvalidId:
     """`first_rows`: the row number of each feature's table's row 0."""
     if native_plan.library() is not None:
-        result = native_plan.own_requests(ids, first_rows, table_sizes, *owners)
+        result = native_plan.own_requests(ids, native_plan.RowOwners(first_rows, table_sizes, *owners))
         if len(result) == 2:
             return InvalidId(*result)
         keys, order, ends, inverse, rows, counts = result
@@ -208,12 +212,6 @@ class Split(NamedTuple):
 
 def split_requests(requests: Requests, urgent_keys: torch.Tensor, urgent_rows: torch.Tensor) -> Split:
     """Two chunks, by masks of the requester's unique keys and of the owner's rows, which mark the same rows."""
-    if native_plan.library() is not None:
-        chunks = native_plan.split_requests(
-            urgent_keys, requests.recv_counts, urgent_rows, requests.rows, requests.send_counts
-        )
-        return Split(*(Chunk(*fields) for fields in chunks))
-
     def chunk(key_mask: torch.Tensor, row_mask: torch.Tensor) -> Chunk:
         index, kept = _indices(key_mask), _indices(row_mask)
         return Chunk(
@@ -227,7 +225,7 @@ def split_requests(requests: Requests, urgent_keys: torch.Tensor, urgent_rows: t
 
 
 def _indices(mask: torch.Tensor) -> torch.Tensor:
-    return _tensor(np.flatnonzero(mask.numpy()))
+    return native_plan.tensor(np.flatnonzero(mask.numpy()))
 
 
 def _counts_within(indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -251,8 +249,6 @@ def intersection_masks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, 
 
 def merged_inverse(inverse: torch.Tensor, early: Chunk, urgent: Chunk) -> torch.Tensor:
     """Position -> place in (early rows, urgent rows)."""
-    if native_plan.library() is not None:
-        return native_plan.merge_inverse(inverse, early.index, urgent.index)
     places = torch.cat([early.index, urgent.index])
     merged = torch.empty_like(places).scatter_(0, places, torch.arange(places.shape[0]))
     return merged.index_select(0, inverse)
@@ -260,8 +256,6 @@ def merged_inverse(inverse: torch.Tensor, early: Chunk, urgent: Chunk) -> torch.
 
 def entries_of(unique: Deduplicated, indices: torch.Tensor) -> int:
     """How many positions have one of these distinct values."""
-    if native_plan.library() is not None:
-        return native_plan.segment_entries(unique.ends, indices)
     return int(segment_sizes(unique.ends)[indices].sum())
 
 
@@ -299,8 +293,6 @@ class Collision(NamedTuple):
 
 
 def collide(before: Requests, after: Requests) -> Collision:
-    if native_plan.library() is not None:
-        return Collision(*native_plan.collide(before.rows, before.send_counts, after.rows, after.send_counts))
     mask_before, mask_after = intersection_masks(before.rows, after.rows)
     first = _first_part(after.send_counts, before.send_counts)
     message = np.empty(first.shape[0], dtype=np.uint8)
@@ -312,16 +304,6 @@ def split_batches(
     message: torch.Tensor, collision: Collision, before: Requests, after: Requests
 ) -> tuple[GradientsPlan, RowsPlan]:
     """Plan the gradients of `before` and the rows of `after`, from what the owners told this rank."""
-    if native_plan.library() is not None:
-        of_before, of_after = (
-            (r.needed.values.shape[0], r.recv_counts, r.rows, r.send_counts, mask)
-            for r, mask in ((before, collision.before), (after, collision.after))
-        )
-        first, second, inverse, entries, urgent, late = native_plan.split_batches(
-            message, of_before, of_after, after.inverse, after.needed.ends
-        )
-        gradients = GradientsPlan(Split(*(Chunk(*c) for c in first)), Deduplicated(*urgent), Deduplicated(*late))
-        return gradients, RowsPlan(Split(*(Chunk(*c) for c in second)), inverse, entries)
     first_part, flags = _first_part(after.recv_counts, before.recv_counts), message.numpy().astype(bool)
     keys_after, keys_before = torch.from_numpy(flags[first_part]), torch.from_numpy(flags[~first_part])
     gradients = plan_gradients(split_requests(before, keys_before, collision.before))
@@ -332,3 +314,10 @@ def _first_part(first_counts: torch.Tensor, second_counts: torch.Tensor) -> np.n
     """Which entries of a message per peer (first part, second part) belong to the first part."""
     parts = torch.stack([first_counts, second_counts], 1).view(-1).numpy()
     return np.repeat(np.tile([True, False], first_counts.shape[0]), parts)
+
+
+def all_urgent(requests: Requests) -> Split:
+    """Every row is urgent."""
+    wanted, held = requests.needed.values, requests.rows
+    everything = (torch.ones_like(x, dtype=torch.bool) for x in (wanted, held))
+    return split_requests(requests, *everything)

@@ -59,6 +59,11 @@ def exchange_headers(
         else:
             sent[:, 3 * i + 1] = requests.recv_counts.numpy()
     all_to_all_cpu(torch.from_numpy(received), torch.from_numpy(sent), [1] * world, [1] * world, group)
+    return read_headers(received, exchanges)
+
+
+def read_headers(received: np.ndarray, exchanges: int) -> Headers:
+    """[world, 1 + 3 * exchanges]: status; per exchange how many rows, feature and value of an invalid id (or -1)."""
     invalid: list[tuple[int, exchange_plan.InvalidId] | None] = []
     for features, values in zip(received[:, 2::3].T, received[:, 3::3].T, strict=True):
         rank = int(np.argmax(features >= 0))

@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels.planning import exchange_plan, row_requests
+from freescale.kernels.planning import row_requests
+from freescale.kernels.planning.planned_batch import BatchPlan, PlannedExchange
 from freescale.runtime import batch_structure
 from freescale.runtime.balance.integer_problem import BalanceError
+from freescale.runtime.batch_structure import BatchEvent
 from freescale.runtime.lookahead.loop_state import PlannedBatch
 from freescale.runtime.samples.batch_balancer import BatchBalancer
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
-from freescale.runtime.tables.plan_upload import Uploader
+from freescale.runtime.tables.plan_upload import PlanMemory, Uploader
 from freescale.runtime.tables.table_exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -63,15 +65,15 @@ class BatchPlanning:
         group: dist.ProcessGroup,
         strict: bool,
         balancer: BatchBalancer | None,
+        plan: BatchPlan,
     ) -> None:
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
-        self.balancer = balancer
+        self.balancer, self._plan = balancer, plan
         self.number = 0  # of the batch that is being loaded or planned
         self.busy_since: float | None = None  # with something that ends within the group's time-out
         self._batches: Iterator[Any] | None = None
         self._structure: str | None = None  # of every batch, in words
         self._previous: PlannedBatch | None = None  # its gradients are not planned yet
-        self._previous_requests: list[exchange_plan.Requests] = []
         self._uploader = Uploader(exchanges[0].anchor.device)
 
     def advance(self) -> PlannedBatch | None:
@@ -84,10 +86,9 @@ class BatchPlanning:
         loaded = self._load()
         if self.balancer is not None:
             self._balance(self.balancer, loaded, self._gather_for_balancer(loaded))
-        requests = self._request_rows(loaded)
-        planned = self._plan(loaded, requests)
-        self._upload(planned)
-        complete, self._previous, self._previous_requests = self._previous, planned, requests
+        self._request_rows(loaded)
+        planned = self._plan_batch(loaded)
+        complete, self._previous = self._previous, planned
         self.number, self.busy_since = self.number + 1, None
         return complete
 
@@ -95,12 +96,12 @@ class BatchPlanning:
         """The last batch. It leaves nothing for later: its gradients are all urgent, no rows are fetched for a next."""
         if self._previous is None:
             return None
-        for plan, requests in zip(self._previous.plans, self._previous_requests, strict=True):
-            step_plan.plan_gradients(plan, exchange_plan.plan_gradients(_all_chosen(requests)))
+        memory = self._uploader.plan_memory(self._plan.needed_for_last)
+        used, planned = self._plan.plan_last(memory.address)
+        self._add_upload(memory.upload(used), self._previous)
+        self._plan_gradients(self._previous, planned, memory)
+        for plan in self._previous.plans:
             plan.next, plan.last = step_plan.plan_without_rows(plan), True
-        following = [plan.next for plan in self._previous.plans if plan.next is not None]
-        if (upload := self._uploader.plans(following, self._previous.plans)) is not None:
-            self._previous.uploads.append(upload)
         return self._previous
 
     # -- stages --------------------------------------------------------------------------------------------------
@@ -137,54 +138,48 @@ class BatchPlanning:
             except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)
                 loaded.status, loaded.error = _FAILED, error
 
-    def _request_rows(self, loaded: _Loaded) -> list[exchange_plan.Requests]:
-        """Tell the owners which rows, once every rank has said that it goes on."""
-        own = []
-        for x, ids in zip(self.exchanges, loaded.ids, strict=loaded.status == _OK):
-            owners = exchange_plan.OwnerMap(x.bounds, x.shifts, x.starts)
-            own.append(exchange_plan.own_requests(ids, x.row_offsets, x.table_sizes, owners))
+    def _request_rows(self, loaded: _Loaded) -> None:
+        """Tell the owners how many rows, once every rank has said that it goes on."""
         self.busy_since = time.monotonic()
-        headers = row_requests.exchange_headers(
-            loaded.status, own, len(self.exchanges), self.group.size(), self.group
-        )
+        ids = None if loaded.status != _OK else [t for of_exchange in loaded.ids for t in of_exchange]
+        headers = self._plan.request(loaded.status, ids)
         self._require_all_go_on(headers.statuses, loaded.error)
         try:
             row_requests.require_valid_ids(headers, [x.name for x in self.exchanges])
         except row_requests.IdOutsideTable as error:  # on every rank alike
             raise EndOfPlanning(error) from None
-        requests = []
-        for requested, send_counts in zip(own, headers.send_counts, strict=True):
-            assert isinstance(requested, exchange_plan.OwnRequests)
-            self.busy_since = time.monotonic()
-            requests.append(row_requests.send_requests(requested, send_counts, self.group))
-        return requests
 
-    def _plan(self, loaded: _Loaded, requests: list[exchange_plan.Requests]) -> PlannedBatch:
+    def _plan_batch(self, loaded: _Loaded) -> PlannedBatch:
         """Plan a batch's rows, and the gradients of the batch before it, now that both are known."""
+        memory = self._uploader.plan_memory(self._plan.needed)
+        self.busy_since = time.monotonic()
+        used, exchanges = self._plan.plan(memory.address)
+        batch, copied = self._uploader.batch(loaded.batch)
+        upload = memory.upload(used)
         plans = []
-        for i, x in enumerate(self.exchanges):
-            ids = torch.cat([t.long() for t in loaded.ids[i]])  # a copy: the graph compares the batch with it
-            if self._previous is None:
-                rows = exchange_plan.plan_rows(requests[i], _all_chosen(requests[i]))
-            else:
-                self.busy_since = time.monotonic()
-                gradients, rows = row_requests.split_colliding(self._previous_requests[i], requests[i], self.group)
-            plans.append(step_plan.plan_rows(self.number, ids, requests[i], rows, x.anchor.detach()))
-            if self._previous is not None:
-                step_plan.plan_gradients(self._previous.plans[i], gradients)
-                self._previous.plans[i].next = plans[i]
-        return PlannedBatch(self.number, loaded.batch, plans, loaded.loader_state)
+        for x, planned in zip(self.exchanges, exchanges, strict=True):
+            arrays, anchor = memory.tensors(planned.rows), x.anchor.detach()
+            plans.append(
+                step_plan.plan_rows(self.number, arrays, planned.row_counts, planned.urgent_entries, anchor)
+            )
+        result = PlannedBatch(self.number, batch, plans, loaded.loader_state)
+        self._add_upload(copied, result)
+        self._add_upload(upload, result)
+        if self._previous is not None:
+            self._add_upload(upload, self._previous)
+            self._plan_gradients(self._previous, exchanges, memory)
+            for before, plan in zip(self._previous.plans, plans, strict=True):
+                before.next = plan
+        return result
 
-    def _upload(self, planned: PlannedBatch) -> None:
-        """To the device: the batch, the plan of its rows, and that of the gradients of the batch before."""
-        planned.batch, copied = self._uploader.batch(planned.batch)
-        if copied is not None:
-            planned.uploads.append(copied)
-        before = [] if self._previous is None else self._previous.plans
-        if (upload := self._uploader.plans(planned.plans, before)) is not None:
-            planned.uploads.append(upload)
-            if self._previous is not None:
-                self._previous.uploads.append(upload)
+    def _plan_gradients(self, batch: PlannedBatch, exchanges: list[PlannedExchange], memory: PlanMemory) -> None:
+        for plan, planned in zip(batch.plans, exchanges, strict=True):
+            step_plan.plan_gradients(plan, memory.tensors(planned.gradients), planned.gradient_counts)
+
+    def _add_upload(self, upload: BatchEvent | None, batch: PlannedBatch) -> None:
+        """The loop waits for it before the batch is used."""
+        if upload is not None:
+            batch.uploads.append(upload)
 
     # -- what all ranks must agree on -----------------------------------------------------------------------------
 
@@ -265,12 +260,4 @@ def _describe_strides(samples: dict[str, int]) -> str:
     return (
         f"the number of samples differs by feature ({most!r} has {samples[most]}, {other!r} has {samples[other]}; "
         "stride_per_key_per_rank). Give all features equally many"
-    )
-
-
-def _all_chosen(requests: exchange_plan.Requests) -> exchange_plan.Split:
-    """Every row is urgent."""
-    wanted, held = requests.needed.values, requests.rows
-    return exchange_plan.split_requests(
-        requests, torch.ones_like(wanted, dtype=torch.bool), torch.ones_like(held, dtype=torch.bool)
     )

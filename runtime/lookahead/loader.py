@@ -1,7 +1,7 @@
 """`LookaheadLoader`: plans the exchange of the next batch while this one trains, and hands batches over in order.
 
-A background thread with a gloo group of its own (planner.py) takes batches from the user's loader, exchanges their ids
-with the other ranks, finds the rows that two consecutive batches share, and makes the tensors that the two steps need.
+A background thread (planner.py) takes batches from the user's loader, exchanges their ids with the other ranks', over a
+connection of its own, finds the rows that two consecutive batches share, and makes the tensors that the two steps need.
 It does one batch for each one that the loop takes, so all ranks do as many. If batches are to be balanced, samples move
 between the ranks first (batch_balancer.py).
 
@@ -180,9 +180,9 @@ class LookaheadLoader:
         # At exit, a loop that is still open somewhere is closed while threads can still run.
         atexit.register(close)
         try:
-            group = self._coordinator.stack.planning_group()
-            balancer = self._balancer(group)
-            planner = Planner(self.loader, self.exchanges, group, self.strict, self._settings.timeout, balancer)
+            connection = self._coordinator.stack.planning_connection(len(self._coordinator.stack.loops))
+            balancer = self._balancer(connection.group)
+            planner = Planner(self.loader, self.exchanges, connection, self.strict, self._settings.timeout, balancer)
             loop.stop_planning = planner.stop
             loop.planning_failed, loop.why_planning_failed = lambda: planner.failed, planner.why_failed
             while (planned := planner.take()) is not None:

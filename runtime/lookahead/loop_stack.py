@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from freescale.runtime.lookahead.loop_state import UNKNOWN_BATCH, LoopState
+from freescale.runtime.lookahead.planning_connection import PlanningConnection
 from freescale.runtime.lookahead.rank_status import Action, RankStatus, RankSync
 from freescale.runtime.tables.table_exchange import Exchange
 
@@ -23,7 +24,8 @@ class LoopStack:
         # training.
         self.timeout = timeout
         self._sync = RankSync(self.new_cpu_group(), timeout)
-        self._planning_groups: list[dist.ProcessGroup | None] = [self.new_cpu_group()]  # one per depth of the stack
+        self._planning: list[PlanningConnection | None] = []  # one per depth of the stack
+        self.planning_connection(1)
         self._opened = 0
         self._deferred_error: RuntimeError | None = None  # what Python did not raise where it happened
 
@@ -51,14 +53,13 @@ class LoopStack:
         self.loops.append(loop)
         return loop
 
-    def planning_group(self) -> dist.ProcessGroup:
-        """For the innermost loop: a thread of its own needs a group of its own."""
-        depth = len(self.loops) - 1
-        self._planning_groups += [None] * (depth + 1 - len(self._planning_groups))
-        group = self._planning_groups[depth]
-        if group is None:
-            group = self._planning_groups[depth] = self.new_cpu_group()
-        return group
+    def planning_connection(self, depth: int) -> PlanningConnection:
+        """For the innermost of so many loops: a thread of its own needs a connection of its own."""
+        self._planning += [None] * (depth - len(self._planning))
+        connection = self._planning[depth - 1]
+        if connection is None:
+            connection = self._planning[depth - 1] = PlanningConnection(self.new_cpu_group())
+        return connection
 
     def require_innermost(self, loop: LoopState) -> None:
         if self.innermost is not loop:
@@ -78,7 +79,7 @@ class LoopStack:
         loop.stop_planning(loop.batches_behind, loop.failure is None or loop.failure_known_to_all)
         self.loops.pop()
         if loop.planning_group_failed:  # every rank knows: the next loop makes a new one
-            self._planning_groups[len(self.loops)] = None
+            self._planning[len(self.loops)] = None
         return failure
 
     def _agree_on_end(self, loop: LoopState) -> None:

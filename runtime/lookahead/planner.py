@@ -1,8 +1,8 @@
 """The background thread of a loop over a LookaheadLoader: it plans one batch after the other, ahead of the loop.
 
-It has a gloo group of its own and never touches the training group. On a GPU it copies batches and plans to the device,
-on a stream of its own (plan_upload.py); a batch that is there already it reads on the default stream, since nobody says
-on which other one the batch was made.
+It has a connection of its own (planning_connection.py) and never touches the training group. On a GPU it copies batches
+and plans to the device, on a stream of its own (plan_upload.py); a batch that is there already it reads on the default
+stream, since nobody says on which other one the batch was made.
 
 Whatever goes wrong on one rank while it loads a batch, all ranks hear of it before they do anything together, and each
 raises in its user's loop. What goes wrong later, between the collectives of planning, a rank posts in the store before
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from freescale.compat import distributed
 from freescale.runtime.lookahead.batch_planning import BatchPlanning, EndOfPlanning
 from freescale.runtime.lookahead.loop_state import PlannedBatch
+from freescale.runtime.lookahead.planning_connection import PlanningConnection
 from freescale.runtime.samples.batch_balancer import BatchBalancer
 from freescale.runtime.tables.table_exchange import Exchange
 
@@ -45,15 +46,17 @@ class Planner:
         self,
         loader: Iterable[Any],
         exchanges: list[Exchange],
-        group: dist.ProcessGroup,
+        connection: PlanningConnection,
         strict: bool,
         timeout: float,
         balancer: BatchBalancer | None,
     ) -> None:
-        self.group, self.timeout = group, timeout
-        self.failed = False  # between collectives: the group cannot be used any more
+        self._connection, self.timeout = connection, timeout
+        self.group = group = connection.group
+        self.failed = False  # between collectives: the connection cannot be used any more
         self.group_timeout = distributed.timeout_of(group).total_seconds()
-        self._planning = BatchPlanning(loader, exchanges, group, strict, balancer)
+        plan = connection.new_plan(exchanges)
+        self._planning = BatchPlanning(loader, exchanges, group, strict, balancer, plan)
         self._abandoned = False
         # A loader that is slow to end may still be at work for a loop before this one.
         self._earlier_thread = _threads.get(group.group_name)
@@ -150,7 +153,7 @@ class Planner:
             reason = f"rank {rank} failed while it planned batch {number}: {type(error).__name__}: {error}"
         self.failed = True
         first_reason = _first_posted(self.group, reason)
-        distributed.hang_up(self.group)
+        self._connection.hang_up()
         if first_reason == reason and not isinstance(error, RuntimeError):
             return error
         failure = RuntimeError(f"freescale: {first_reason}")

@@ -7,6 +7,7 @@ be sent).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from freescale.compat import dynamo
-from freescale.kernels.planning import exchange_plan
+from freescale.kernels.planning.planned_batch import ExchangeCounts
 
 
 class Counts(NamedTuple):
@@ -112,92 +113,55 @@ def no_late_gradients(p: StepPlan) -> LateGradients:
 
 
 def plan_rows(
-    number: int,
-    ids: torch.Tensor,
-    requests: exchange_plan.Requests,
-    rows: exchange_plan.RowsPlan,
-    anchor: torch.Tensor,
+    number: int, arrays: Sequence[torch.Tensor], counts: ExchangeCounts, urgent_entries: int, anchor: torch.Tensor
 ) -> StepPlan:
-    """The forward half: `rows.split.urgent` are the colliding (urgent) rows. `anchor` has the table's type and
-    device."""
-    urgent, early = rows.split
-    n_early = early.index.shape[0]
+    """The forward half. `arrays`: as planned_batch.ROWS_ARRAYS, `anchor`: of the table's type and device."""
+    ids, inverse, order, ends, early_rows, urgent_rows = arrays
+    n_urgent, n_early = (int(c.numpy().sum()) for c in (counts.urgent_recv, counts.other_recv))
+    row_bytes = anchor.shape[1] * anchor.element_size()
     return StepPlan(
         step=torch.from_numpy(np.array(number)),
         ids=ids,
-        inverse=rows.inverse,
-        order=requests.needed.order,
-        ends=requests.needed.ends,
-        urgent=UrgentRows(urgent.rows, urgent.send_counts, urgent.recv_counts),
-        early_rows=early.rows,
-        early_counts=Counts(early.send_counts, early.recv_counts),
+        inverse=inverse,
+        order=order,
+        ends=ends,
+        urgent=UrgentRows(urgent_rows, counts.urgent_send, counts.urgent_recv),
+        early_rows=early_rows,
+        early_counts=Counts(counts.other_send, counts.other_recv),
         early_slots=torch.empty(n_early, dtype=torch.uint8),
         arrived=anchor.new_empty(0, anchor.shape[1]),
-        stats=_row_stats(requests, rows, anchor),
+        stats={
+            "values": ids.shape[0],
+            "unique_rows": ends.shape[0],
+            "colliding_rows": n_urgent,
+            "bytes_urgent": n_urgent * row_bytes,
+            "bytes_early": n_early * row_bytes,
+            # what a split of looked-up values, without bringing duplicates together, would leave urgent
+            "bytes_urgent_per_value": urgent_entries * row_bytes,
+        },
     )
 
 
-def plan_gradients(p: StepPlan, gradients: exchange_plan.GradientsPlan) -> None:
-    """The backward half: `gradients.split.urgent` are those that the next batch needs (urgent)."""
-    urgent, late = gradients.split
-    rows, order, ends = gradients.urgent_update
-    p.urgent_gradients = UrgentGradients(urgent.index, rows, order, ends, urgent.recv_counts, urgent.send_counts)
-    p.late_index = late.index
-    p.late_update = OwnerUpdate(*gradients.late_update)
-    p.late_counts = Counts(late.recv_counts, late.send_counts)
-    for counts in (p.urgent_gradients.send_counts, p.urgent_gradients.recv_counts, *p.late_counts):
-        dynamo.mark_static(counts)
-    n, dim = late.index.shape[0], p.arrived.shape[1]
+def plan_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: ExchangeCounts) -> None:
+    """The backward half. `arrays`: as planned_batch.GRADIENT_ARRAYS."""
+    keys, rows, order, ends, late_index, *late_update = arrays
+    # Gradients go to owners, where rows come from.
+    p.urgent_gradients = UrgentGradients(keys, rows, order, ends, counts.urgent_recv, counts.urgent_send)
+    p.late_index, p.late_update = late_index, OwnerUpdate(*late_update)
+    p.late_counts = Counts(counts.other_recv, counts.other_send)
+    for c in counts:
+        dynamo.mark_static(c)
+    n, dim = late_index.shape[0], p.arrived.shape[1]
     # A tensor that only has a shape: all its elements are the same one. Its gradient is what is wanted.
     like = p.arrived
     p.late_slot = torch.empty_strided((n, dim), (0, 0), dtype=like.dtype, device=like.device).requires_grad_()
     row_bytes = dim * p.arrived.element_size()
-    p.stats["bytes_back_urgent"], p.stats["bytes_late"] = urgent.index.shape[0] * row_bytes, n * row_bytes
-
-
-def _row_stats(requests: exchange_plan.Requests, rows: exchange_plan.RowsPlan, anchor: torch.Tensor) -> dict[str, int]:
-    row_bytes = anchor.shape[1] * anchor.element_size()
-    n_urgent, n_early = (chunk.index.shape[0] for chunk in rows.split)
-    return {
-        "values": requests.needed.order.shape[0],
-        "unique_rows": requests.needed.values.shape[0],
-        "colliding_rows": n_urgent,
-        "bytes_urgent": n_urgent * row_bytes,
-        "bytes_early": n_early * row_bytes,
-        # what a split of looked-up values, without bringing duplicates together, would leave urgent
-        "bytes_urgent_per_value": rows.urgent_entries * row_bytes,
-    }
-
-
-# What the device reads of a plan, for plan_upload.py. (Counts stay on the CPU.) The planning thread brings the forward
-# half to the device, and, once the next batch is known, the backward half; then the batch is handed out.
-
-
-def tensors_of_rows(p: StepPlan) -> list[torch.Tensor]:
-    return [p.ids, p.inverse, p.order, p.ends, p.early_rows, p.urgent.rows]
-
-
-def set_tensors_of_rows(p: StepPlan, tensors: list[torch.Tensor]) -> None:
-    p.ids, p.inverse, p.order, p.ends, p.early_rows, urgent_rows = tensors
-    p.urgent = p.urgent._replace(rows=urgent_rows)
-
-
-def tensors_of_gradients(p: StepPlan) -> list[torch.Tensor]:
-    assert p.urgent_gradients is not None and p.late_index is not None and p.late_update is not None
-    urgent = p.urgent_gradients
-    return [urgent.keys, urgent.rows, urgent.order, urgent.ends, p.late_index, *p.late_update]
-
-
-def set_tensors_of_gradients(p: StepPlan, tensors: list[torch.Tensor]) -> None:
-    assert p.urgent_gradients is not None
-    keys, rows, order, ends, p.late_index, *late_update = tensors
-    p.urgent_gradients = p.urgent_gradients._replace(keys=keys, rows=rows, order=order, ends=ends)
-    p.late_update = OwnerUpdate(*late_update)
+    p.stats["bytes_back_urgent"], p.stats["bytes_late"] = keys.shape[0] * row_bytes, n * row_bytes
 
 
 def plan_without_rows(p: StepPlan) -> StepPlan:
     """What the last step fetches for the batch after it: no rows."""
-    index = torch.empty(0, dtype=torch.int64)
+    index = p.ids.new_empty(0)
     zero = torch.zeros_like(p.urgent.send_counts)
     return StepPlan(
         step=p.step + 1,

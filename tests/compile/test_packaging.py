@@ -134,7 +134,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _sources(folder: Path) -> list[Path]:
-    return [f for pattern in ("*.py", "*.c") for f in folder.rglob(pattern)]
+    return [f for pattern in ("*.py", "*.c", "*.h") for f in folder.rglob(pattern)]
 
 
 def test_wheel_holds_one_package_and_every_source_file(unpacked: Path):

@@ -1,7 +1,9 @@
-"""Planning against plain Python sets, on several ranks that are threads of this process."""
+"""Planning against plain Python sets, on several ranks that are threads of this process: in C and in Python."""
 
 from __future__ import annotations
 
+import itertools
+import socket
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from freescale.kernels.planning import exchange_plan, native_plan, row_requests
+from freescale.kernels.planning.native_batch import NativeBatchPlan
+from freescale.kernels.planning.rank_mesh import RankMesh
+from freescale.kernels.planning.reference_batch import ReferenceBatchPlan
 from freescale.runtime.tables import step_plan
+from freescale.runtime.tables.plan_upload import PlanMemory
 
 DIM = 2
 Key = tuple[int, int]  # table, row
@@ -37,6 +43,14 @@ class Threads:
     def __init__(self, world: int) -> None:
         self.world, self.box = world, {}
         self.barrier = threading.Barrier(world, timeout=30)
+        self.sockets: list[list[socket.socket | None]] = [[None] * world for _ in range(world)]
+        for a, b in itertools.combinations(range(world), 2):
+            self.sockets[a][b], self.sockets[b][a] = socket.socketpair()
+
+    def batch_plan(self, rank: int, tables: exchange_plan.ExchangeTables):
+        if native_plan.library() is None:
+            return ReferenceBatchPlan(rank, [tables])
+        return NativeBatchPlan(RankMesh(self.sockets[rank], rank), [tables], 30.0)
 
     def all_to_all(self, out, x, recv, send, group):
         assert sum(send) == x.shape[0] and sum(recv) == out.shape[0]
@@ -143,27 +157,37 @@ def plan_all(case: Case, threads: Threads, rank: int) -> list[Planned]:
     """What the background thread of a LookaheadLoader does."""
     owners = exchange_plan.owner_map(case.shards, case.tables, case.world)
     firsts = exchange_plan.first_row_of_each_table(case.tables)
+    first_rows, sizes = [firsts[t] for t in case.features], [case.tables[t] for t in case.features]
+    plan = threads.batch_plan(rank, exchange_plan.ExchangeTables(first_rows, sizes, owners))
     planned: list[Planned] = []
     for number, batch in enumerate(case.ids):
         ids = [torch.tensor(i, dtype=torch.int64) for i in batch[rank]]
-        asked = row_requests.request_rows(
-            ids, [firsts[t] for t in case.features], [case.tables[t] for t in case.features], owners, "t", rank
-        )
+        asked = row_requests.request_rows(ids, first_rows, sizes, owners, "t", rank)
         if planned:
             gradients, rows = row_requests.split_colliding(planned[-1].asked, asked, rank)
             planned[-1].gradients = gradients.split
-            step_plan.plan_gradients(planned[-1].step, gradients)
         else:
-            rows = exchange_plan.plan_rows(asked, everything(asked))
-        step = step_plan.plan_rows(number, torch.cat(ids), asked, rows, torch.empty(0, DIM))
+            rows = exchange_plan.plan_rows(asked, exchange_plan.all_urgent(asked))
+        step = plan_steps(plan, number, ids, planned[-1].step if planned else None)
         planned.append(Planned(asked, rows.split, None, step))
-    planned[-1].gradients = everything(planned[-1].asked)
-    step_plan.plan_gradients(planned[-1].step, exchange_plan.plan_gradients(planned[-1].gradients))
+    planned[-1].gradients = exchange_plan.all_urgent(planned[-1].asked)
+    memory = PlanMemory(plan.needed_for_last)
+    _, (last,) = plan.plan_last(memory.address)
+    step_plan.plan_gradients(planned[-1].step, memory.tensors(last.gradients), last.gradient_counts)
     return planned
 
 
-def everything(asked: exchange_plan.Requests) -> exchange_plan.Split:
-    return exchange_plan.split_requests(asked, *(torch.ones_like(t, dtype=torch.bool) for t in (asked.needed.values, asked.rows)))
+def plan_steps(plan, number: int, ids: list[torch.Tensor], before: step_plan.StepPlan | None) -> step_plan.StepPlan:
+    """The rows of a step; and the gradients of the step before it."""
+    plan.request(0, ids)
+    memory = PlanMemory(plan.needed)
+    _, (planned,) = plan.plan(memory.address)
+    if before is not None:
+        step_plan.plan_gradients(before, memory.tensors(planned.gradients), planned.gradient_counts)
+    arrays = memory.tensors(planned.rows)
+    assert torch.equal(arrays[0], torch.cat(ids))
+    assert all(t.dtype == torch.int64 and t.stride() == (1,) for t in arrays)
+    return step_plan.plan_rows(number, arrays, planned.row_counts, planned.urgent_entries, torch.empty(0, DIM))
 
 
 def check(case: Case, threads: Threads, rank: int) -> None:

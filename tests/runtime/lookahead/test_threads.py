@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from freescale.kernels.planning import exchange_plan, row_requests
+from freescale.kernels.planning.native_batch import NativeBatchPlan
 from freescale.runtime.lookahead import batch_planning
 from freescale.runtime.lookahead.loop_state import PlannedBatch
+from freescale.runtime.lookahead.planning_connection import PlanningConnection
 from freescale.runtime.samples import batch_balancer
 from freescale.runtime.tables import step_plan
-from freescale.runtime.tables.plan_upload import Uploader
+from freescale.runtime.tables.plan_upload import PlanMemory, Uploader
 from loops import DIM, Training, data, threads
 from ranks import run_ranks
 
@@ -27,13 +29,14 @@ from ranks import run_ranks
 
 
 class CopyingUploader(Uploader):
-    """As to a device: every tensor that the graph reads is another one afterwards."""
+    """As to a device: what the graph reads is not where it was planned."""
 
-    def plans(self, rows: Any, gradients: Any) -> None:
-        for p in rows:
-            step_plan.set_tensors_of_rows(p, [t.clone() for t in step_plan.tensors_of_rows(p)])
-        for p in gradients:
-            step_plan.set_tensors_of_gradients(p, [t.clone() for t in step_plan.tensors_of_gradients(p)])
+    class Memory(PlanMemory):
+        def tensors(self, extents: Any) -> list[torch.Tensor]:
+            return [t.clone() for t in super().tensors(extents)]
+
+    def plan_memory(self, elements: int) -> PlanMemory:
+        return self.Memory(elements)
 
 
 def _read_by_step(planned: PlannedBatch) -> list[Any]:
@@ -41,15 +44,17 @@ def _read_by_step(planned: PlannedBatch) -> list[Any]:
     read: list[Any] = [planned.batch]
     for p in planned.plans:
         assert p.next is not None and p.late_slot is not None
-        read += [*step_plan.tensors_of_rows(p), *step_plan.tensors_of_gradients(p), p.late_slot, p.step, p.next]
-        read += [*p.urgent, *p.urgent_gradients, *p.early_counts, *p.late_counts, p.early_slots]
-        read += [*step_plan.tensors_of_rows(p.next), *p.next.urgent, *p.next.early_counts, p.next.early_slots]
+        read += [p.late_slot, p.late_index, *p.late_update, *p.urgent_gradients, *p.late_counts, p.next]
+        for q in (p, p.next):
+            read += [q.step, q.ids, q.inverse, q.order, q.ends, q.early_rows, *q.urgent, *q.early_counts, q.early_slots]
     return read
 
 
 def _planned_batches() -> bool:
     exchange = Training(True).model.table._exchange
-    planning = batch_planning.BatchPlanning(data(5), [exchange], dist.group.WORLD, False, None)
+    group = dist.group.WORLD
+    plan = PlanningConnection(group).new_plan([exchange])
+    planning = batch_planning.BatchPlanning(data(5), [exchange], group, False, None, plan)
     planning._uploader = CopyingUploader(torch.device("cpu"))
     handed_out = []
     with contextlib.suppress(batch_planning.EndOfPlanning):
@@ -108,6 +113,7 @@ def _stops(during: str) -> None:
     def loader() -> Any:
         for i, batch in enumerate(data(9)):
             if during == "load" and i == 5 and rank == 1:
+                time.sleep(2)  # until all loops wait for a batch: what the user's own collectives say is not ours
                 os.kill(os.getpid(), signal.SIGSTOP)
             yield batch
 
@@ -135,10 +141,12 @@ def test_a_rank_that_stops_is_an_error_on_the_others(during):
 
 # Where, at which call (all are of batch 4), of what.
 FAILURES = {
+    "before the first exchange": (NativeBatchPlan, "request", 5, IndexError),
+    "between exchanges": (NativeBatchPlan, "plan", 5, MemoryError),
+    "after the last exchange": (step_plan, "plan_gradients", 4, TypeError),
     "before the first collective": (exchange_plan, "own_requests", 5, IndexError),
     "between two collectives of asking": (row_requests, "all_to_all_cpu", 13, MemoryError),
     "before the answer": (exchange_plan, "collide", 4, MemoryError),
-    "after the last collective": (step_plan, "plan_gradients", 4, TypeError),
     "balancing, between its collectives": (batch_balancer.solver, "balance", 5, ZeroDivisionError),
 }
 
@@ -158,15 +166,32 @@ def _fails_in(module: Any, name: str, call: int, kind: type[Exception]) -> Any:
     return mock.patch.object(module, name, failing)
 
 
+def _over_gloo() -> Any:
+    """Planning as where ranks cannot connect to each other, or there is no C compiler."""
+    new_plan = PlanningConnection.new_plan
+
+    def without_mesh(self: Any, exchanges: Any) -> Any:
+        with mock.patch.object(self, "_mesh", None):
+            return new_plan(self, exchanges)
+
+    return mock.patch.object(PlanningConnection, "new_plan", without_mesh)
+
+
 def _planning_fails() -> dict[str, str]:
     told = {}
     for where, (module, name, call, kind) in FAILURES.items():
         balance = batch_balancer.BalanceOptions(method="none") if module is batch_balancer.solver else False
         batches = [{"item": b["item"], "pick": b["item"] % DIM} for b in data(9)]
+        in_python = module in (exchange_plan, row_requests)
         t = Training(True)
         own = dist.get_rank() == 1
         words = "^no room$" if own else f"^freescale: rank 1 failed while it planned batch 4: {kind.__name__}: no room$"
-        with _fails_in(module, name, call, kind), pytest.raises(kind if own else RuntimeError, match=words) as caught:
+        expected = kind if own else RuntimeError
+        with (
+            _over_gloo() if in_python else contextlib.nullcontext(),
+            _fails_in(module, name, call, kind),
+            pytest.raises(expected, match=words) as caught,
+        ):
             for batch in t.loader(batches, balance=balance):
                 t.step(batch)
         assert not own or "failing" in [entry.name for entry in caught.traceback]
@@ -198,8 +223,8 @@ def _planning_is_stuck() -> bool:
         t.step(batch)
     assert len(t.losses) == 5
     let_go = threading.Event()
-    with mock.patch.object(row_requests, "split_colliding", lambda *args: let_go.wait()):
-        with pytest.raises(RuntimeError, match="^freescale: rank 0: batch 1 is not planned after .* time-out is 1 s$"):
+    with mock.patch.object(NativeBatchPlan, "plan", lambda *args: let_go.wait()):
+        with pytest.raises(RuntimeError, match="^freescale: rank 0: batch 0 is not planned after .* time-out is 1 s$"):
             next(iter(t.loader(data(5))))
         let_go.set()
     return True

@@ -1,0 +1,392 @@
+/* All of planning for a batch, with the other ranks, without Python: what exchange_plan.py and row_requests.py define.
+ *
+ * A batch is planned in two calls. fs_request_batch groups its ids and tells all ranks how many rows it requests from
+ * each, or why it does not go on; if all go on, fs_plan_batch exchanges the rows and plans this batch's rows and the
+ * gradients of the batch before it. fs_plan_last plans the gradients of a batch that none follows. */
+
+#include <string.h>
+
+#include "planning.h"
+
+#define ALIGNMENT 16 /* elements: 128 bytes, as the device's own allocations have at least 16 */
+
+/* Arrays of a plan, in this order; each has an offset and a size in `layout`. The first six plan the rows of a batch. */
+enum { IDS, INVERSE, ORDER, ENDS, EARLY_ROWS, URGENT_ROWS, ROWS_ARRAYS };
+/* The other eight plan gradients: which keys, then the owner's distinct rows, their order and ends. */
+enum { URGENT_GRADIENTS = ROWS_ARRAYS, LATE_GRADIENTS = ROWS_ARRAYS + 4, ARRAYS = ROWS_ARRAYS + 8 };
+/* Counts of a plan, [world] each: of rows, of gradients. */
+enum { URGENT_RECV, URGENT_SEND, OTHER_RECV, OTHER_SEND, COUNTS };
+
+typedef struct {
+    i64 offset, size;
+} extent;
+
+typedef struct { /* one exchange's part of what fs_plan_batch returns */
+    extent layout[ARRAYS];
+    i64 urgent_entries; /* positions with urgent rows */
+    i64 *counts;        /* [2][COUNTS][world], of the caller */
+} plan_result;
+
+typedef struct { /* a batch, from both ends */
+    i64 n, n_keys, n_rows;
+    buffer recv_counts, send_counts; /* [world] keys of each owner; rows for each requester */
+    buffer rows;                     /* [n_rows] of this rank, by requester */
+    buffer key_mask, row_mask;       /* which of them are urgent */
+} requests;
+
+typedef struct {
+    const row_owners *owners;
+    workspace *workspace;
+    requests of[2]; /* the batch that is planned and the one before it, in turn */
+    buffer order, ends, inverse, own_rows, keys; /* of the batch that is planned */
+    buffer message, told, message_counts, told_counts, places;
+} exchange;
+
+typedef struct {
+    mesh *mesh;
+    i64 world, exchanges, turn, has_before;
+    exchange *each;
+    messages *messages;
+    buffer header, ones;
+} batch_plan;
+
+static void free_requests(requests *r) {
+    free(r->recv_counts.memory);
+    free(r->send_counts.memory);
+    free(r->rows.memory);
+    free(r->key_mask.memory);
+    free(r->row_mask.memory);
+}
+
+void fs_free_batch_plan(batch_plan *p) {
+    for (i64 e = 0; p->each && e < p->exchanges; e++) {
+        exchange *x = p->each + e;
+        buffer *all[] = {&x->order,   &x->ends, &x->inverse,        &x->own_rows,    &x->keys,
+                         &x->message, &x->told, &x->message_counts, &x->told_counts, &x->places};
+        for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) free(all[i]->memory);
+        free_requests(x->of);
+        free_requests(x->of + 1);
+        if (x->workspace) fs_free_workspace(x->workspace);
+    }
+    free(p->each);
+    free(p->messages);
+    free(p->header.memory);
+    free(p->ones.memory);
+    free(p);
+}
+
+/* `owners`: one for each exchange; like `mesh`, they are the caller's and stay. */
+batch_plan *fs_new_batch_plan(mesh *mesh, i64 world, i64 exchanges, const row_owners *owners) {
+    batch_plan *p = calloc(1, sizeof(batch_plan));
+    if (!p) return 0;
+    *p = (batch_plan){.mesh = mesh, .world = world, .exchanges = exchanges};
+    p->each = calloc(exchanges, sizeof(exchange));
+    p->messages = calloc(exchanges, sizeof(messages));
+    i64 *ones = room(&p->ones, world * sizeof(i64));
+    int ok = p->each && p->messages && ones;
+    for (i64 e = 0; ok && e < exchanges; e++) {
+        exchange *x = p->each + e;
+        x->owners = owners + e;
+        x->workspace = fs_new_workspace();
+        ok = x->workspace && room(&x->message_counts, world * sizeof(i64)) && room(&x->told_counts, world * sizeof(i64));
+        for (int b = 0; b < 2; b++)
+            ok = ok && room(&x->of[b].recv_counts, world * sizeof(i64)) && room(&x->of[b].send_counts, world * sizeof(i64));
+    }
+    if (!ok) {
+        fs_free_batch_plan(p);
+        return 0;
+    }
+    for (i64 r = 0; r < world; r++) ones[r] = 1;
+    return p;
+}
+
+static i64 total(const i64 *counts, i64 n) {
+    i64 sum = 0;
+    for (i64 i = 0; i < n; i++) sum += counts[i];
+    return sum;
+}
+
+/* The ids of exchange e: `all` holds those of all exchanges, one after the other. */
+static feature_ids ids_of(const batch_plan *p, const feature_ids *all, i64 e) {
+    i64 first = 0;
+    for (i64 i = 0; i < e; i++) first += p->each[i].owners->features;
+    return (feature_ids){all->ids + first, all->lengths + first, all->is_int64 + first};
+}
+
+/* Group an exchange's ids. Returns as fs_request. */
+static i64 request_rows(exchange *x, requests *r, const feature_ids *ids, i64 *invalid) {
+    r->n = total(ids->lengths, x->owners->features);
+    size_t size = r->n * sizeof(i64);
+    buffer *all[] = {&x->order, &x->ends, &x->inverse, &x->keys, &x->own_rows};
+    for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++)
+        if (!room(all[i], size)) return NO_MEMORY;
+    return fs_request(x->workspace, ids, x->owners, x->order.memory, x->ends.memory, x->inverse.memory, x->keys.memory,
+                      x->own_rows.memory, r->recv_counts.memory, invalid);
+}
+
+/* At most so many elements does the plan of an exchange need. */
+static i64 room_of_plan(const requests *r, const requests *before) {
+    i64 rows = 3 * r->n + r->n_keys + r->n_rows;
+    i64 gradients = before ? before->n_keys + 3 * before->n_rows : 0;
+    return rows + gradients + ARRAYS * ALIGNMENT;
+}
+
+/* A rank that does not go on gives no ids. Writes what each rank has said, [world][1 + 3 * exchanges]: its status, then of
+ * each exchange how many rows it requests from this rank, and the feature and value of an invalid id (feature -1: none);
+ * and how many elements fs_plan_batch needs. */
+i64 fs_request_batch(batch_plan *p, i64 status, const feature_ids *ids, double seconds, i64 *headers, i64 *needed,
+                     i64 *failed) {
+    i64 width = 1 + 3 * p->exchanges;
+    i64 *own = room(&p->header, p->world * width * sizeof(i64));
+    if (!own) return NO_MEMORY;
+    memset(own, 0, p->world * width * sizeof(i64));
+    for (i64 e = 0; e < p->exchanges; e++) {
+        requests *r = p->each[e].of + p->turn;
+        i64 invalid[2] = {-1, 0};
+        if (ids) {
+            feature_ids of_exchange = ids_of(p, ids, e);
+            r->n_keys = request_rows(p->each + e, r, &of_exchange, invalid);
+            if (r->n_keys == NO_MEMORY) return NO_MEMORY;
+        }
+        for (i64 rank = 0; rank < p->world; rank++) {
+            i64 *header = own + rank * width + 1 + 3 * e;
+            header[0] = ids && invalid[0] < 0 ? ((i64 *)r->recv_counts.memory)[rank] : 0;
+            header[1] = invalid[0];
+            header[2] = invalid[1];
+        }
+    }
+    for (i64 rank = 0; rank < p->world; rank++) own[rank * width] = status;
+    const i64 *ones = p->ones.memory;
+    messages all = {own, headers, ones, ones, width * sizeof(i64)};
+    i64 result = mesh_exchange(p->mesh, &all, 1, seconds, failed);
+    *needed = 0;
+    for (i64 e = 0; e < p->exchanges && result == 0; e++) {
+        requests *r = p->each[e].of + p->turn;
+        i64 *send_counts = r->send_counts.memory;
+        for (i64 rank = 0; rank < p->world; rank++) send_counts[rank] = headers[rank * width + 1 + 3 * e];
+        r->n_rows = total(send_counts, p->world);
+        *needed += room_of_plan(r, p->has_before ? p->each[e].of + 1 - p->turn : 0);
+    }
+    return result;
+}
+
+/* Tell the owners which rows. */
+static i64 exchange_rows(batch_plan *p, double seconds, i64 *failed) {
+    for (i64 e = 0; e < p->exchanges; e++) {
+        requests *r = p->each[e].of + p->turn;
+        if (!room(&r->rows, r->n_rows * sizeof(i64))) return NO_MEMORY;
+        p->messages[e] = (messages){p->each[e].own_rows.memory, r->rows.memory, r->recv_counts.memory,
+                                    r->send_counts.memory, sizeof(i64)};
+    }
+    return mesh_exchange(p->mesh, p->messages, p->exchanges, seconds, failed);
+}
+
+static int room_for_masks(requests *r) { return room(&r->key_mask, r->n_keys) && room(&r->row_mask, r->n_rows); }
+
+/* Everything is urgent. */
+static i64 mark_all(requests *r) {
+    if (!room_for_masks(r)) return NO_MEMORY;
+    memset(r->key_mask.memory, 1, r->n_keys);
+    memset(r->row_mask.memory, 1, r->n_rows);
+    return 0;
+}
+
+/* As an owner: which rows do both batches need? The message to each rank: a byte per row of the batch after, then one per
+ * row of the batch before. */
+static i64 collide(exchange *x, requests *before, requests *after, i64 world, messages *message) {
+    uint8_t *out = room(&x->message, before->n_rows + after->n_rows);
+    if (!out || !room(&x->told, before->n_keys + after->n_keys) || !room_for_masks(before) || !room_for_masks(after))
+        return NO_MEMORY;
+    const uint8_t *mask_before = before->row_mask.memory, *mask_after = after->row_mask.memory;
+    i64 result = intersect(x->workspace, before->rows.memory, before->n_rows, after->rows.memory, after->n_rows,
+                           before->row_mask.memory, after->row_mask.memory);
+    if (result) return result;
+    i64 *send = x->message_counts.memory, *recv = x->told_counts.memory;
+    for (i64 rank = 0; rank < world; rank++) {
+        i64 n_before = ((i64 *)before->send_counts.memory)[rank], n_after = ((i64 *)after->send_counts.memory)[rank];
+        memcpy(out, mask_after, n_after);
+        memcpy(out + n_after, mask_before, n_before);
+        mask_after += n_after;
+        mask_before += n_before;
+        out += send[rank] = n_before + n_after;
+        recv[rank] = ((i64 *)before->recv_counts.memory)[rank] + ((i64 *)after->recv_counts.memory)[rank];
+    }
+    *message = (messages){x->message.memory, x->told.memory, send, recv, 1};
+    return 0;
+}
+
+/* As a requester: what the owners have told. */
+static void read_told(const exchange *x, requests *before, requests *after, i64 world) {
+    const uint8_t *told = x->told.memory;
+    uint8_t *mask_before = before->key_mask.memory, *mask_after = after->key_mask.memory;
+    for (i64 rank = 0; rank < world; rank++) {
+        i64 n_before = ((i64 *)before->recv_counts.memory)[rank], n_after = ((i64 *)after->recv_counts.memory)[rank];
+        memcpy(mask_after, told, n_after);
+        memcpy(mask_before, told + n_after, n_before);
+        mask_after += n_after;
+        mask_before += n_before;
+        told += n_before + n_after;
+    }
+}
+
+/* Fill the masks of both batches. */
+static i64 find_collisions(batch_plan *p, double seconds, i64 *failed) {
+    for (i64 e = 0; e < p->exchanges; e++) {
+        exchange *x = p->each + e;
+        requests *after = x->of + p->turn, *before = x->of + 1 - p->turn;
+        i64 result = p->has_before ? collide(x, before, after, p->world, p->messages + e) : mark_all(after);
+        if (result) return result;
+    }
+    if (!p->has_before) return 0;
+    i64 result = mesh_exchange(p->mesh, p->messages, p->exchanges, seconds, failed);
+    for (i64 e = 0; e < p->exchanges && result == 0; e++)
+        read_told(p->each + e, p->each[e].of + 1 - p->turn, p->each[e].of + p->turn, p->world);
+    return result;
+}
+
+/* Where the arrays of a plan go. */
+typedef struct {
+    i64 *out, used;
+} writer;
+
+static i64 *place_array(writer *w, extent *where, i64 size) {
+    *where = (extent){w->used, size};
+    w->used += (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return w->out + where->offset;
+}
+
+static i64 count_marked(const uint8_t *mask, i64 n) {
+    i64 marked = 0;
+    for (i64 i = 0; i < n; i++) marked += mask[i];
+    return marked;
+}
+
+/* Split values by a mask, in their order, and count both kinds in consecutive parts of `counts` values. Without
+ * `values`: their indices. */
+static void split(const uint8_t *mask, const i64 *values, const i64 *counts, i64 parts, i64 *chosen, i64 *others,
+                  i64 *chosen_counts, i64 *other_counts) {
+    for (i64 part = 0, i = 0; part < parts; part++) {
+        i64 *chosen_before = chosen, *others_before = others;
+        for (i64 end = i + counts[part]; i < end; i++) {
+            i64 value = values ? values[i] : i;
+            if (mask[i])
+                *chosen++ = value;
+            else
+                *others++ = value;
+        }
+        chosen_counts[part] = chosen - chosen_before;
+        other_counts[part] = others - others_before;
+    }
+}
+
+/* For each position its place in (early keys, urgent keys). */
+static i64 merge_inverse(exchange *x, const requests *r, i64 n_early, i64 *merged, i64 *urgent_entries) {
+    const uint8_t *urgent = r->key_mask.memory;
+    const i64 *inverse = x->inverse.memory, *ends = x->ends.memory;
+    i64 *place = room(&x->places, r->n_keys * sizeof(i64)), next_early = 0, next_urgent = n_early;
+    if (!place) return NO_MEMORY;
+    *urgent_entries = 0;
+    for (i64 key = 0; key < r->n_keys; key++) {
+        place[key] = urgent[key] ? next_urgent++ : next_early++;
+        if (urgent[key]) *urgent_entries += ends[key] - (key ? ends[key - 1] : 0);
+    }
+    for (i64 i = 0; i < r->n; i++) merged[i] = place[inverse[i]];
+    return 0;
+}
+
+static i64 plan_rows(const batch_plan *p, i64 e, const feature_ids *all, writer *w, plan_result *result) {
+    exchange *x = p->each + e;
+    const requests *r = x->of + p->turn;
+    extent *layout = result->layout;
+    feature_ids ids = ids_of(p, all, e);
+    i64 *copy = place_array(w, layout + IDS, r->n);
+    for (i64 f = 0; f < x->owners->features; copy += ids.lengths[f++]) {
+        if (ids.is_int64[f])
+            memcpy(copy, ids.ids[f], ids.lengths[f] * sizeof(i64));
+        else
+            for (i64 i = 0; i < ids.lengths[f]; i++) copy[i] = ((const int32_t *)ids.ids[f])[i];
+    }
+    i64 n_early = r->n_keys - count_marked(r->key_mask.memory, r->n_keys);
+    if (merge_inverse(x, r, n_early, place_array(w, layout + INVERSE, r->n), &result->urgent_entries)) return NO_MEMORY;
+    memcpy(place_array(w, layout + ORDER, r->n), x->order.memory, r->n * sizeof(i64));
+    memcpy(place_array(w, layout + ENDS, r->n_keys), x->ends.memory, r->n_keys * sizeof(i64));
+    i64 n_urgent = count_marked(r->row_mask.memory, r->n_rows);
+    i64 *early = place_array(w, layout + EARLY_ROWS, r->n_rows - n_urgent);
+    i64 *urgent = place_array(w, layout + URGENT_ROWS, n_urgent);
+    i64 *counts = result->counts, world = p->world;
+    split(r->row_mask.memory, r->rows.memory, r->send_counts.memory, world, urgent, early, counts + URGENT_SEND * world,
+          counts + OTHER_SEND * world);
+    const uint8_t *mask = r->key_mask.memory;
+    for (i64 rank = 0; rank < world; rank++) {
+        i64 n = ((i64 *)r->recv_counts.memory)[rank], marked = count_marked(mask, n);
+        counts[URGENT_RECV * world + rank] = marked;
+        counts[OTHER_RECV * world + rank] = n - marked;
+        mask += n;
+    }
+    return 0;
+}
+
+/* The owner's distinct rows, their order and ends. */
+static i64 plan_update(exchange *x, const i64 *rows, i64 n, writer *w, extent *layout) {
+    i64 *values = place_array(w, layout, n), *order = place_array(w, layout + 1, n), *ends = place_array(w, layout + 2, n);
+    i64 distinct = fs_deduplicate(x->workspace, rows, n, values, order, ends);
+    layout[0].size = layout[2].size = distinct;
+    return distinct < 0 ? distinct : 0;
+}
+
+/* Gradients go the other way: to the owners of keys, from the requesters of rows. */
+static i64 plan_gradients(exchange *x, requests *r, i64 world, writer *w, plan_result *result) {
+    extent *urgent = result->layout + URGENT_GRADIENTS, *late = result->layout + LATE_GRADIENTS;
+    i64 n_keys = count_marked(r->key_mask.memory, r->n_keys), n_rows = count_marked(r->row_mask.memory, r->n_rows);
+    i64 *counts = result->counts + COUNTS * world;
+    i64 *urgent_keys = place_array(w, urgent, n_keys), *late_keys = place_array(w, late, r->n_keys - n_keys);
+    split(r->key_mask.memory, 0, r->recv_counts.memory, world, urgent_keys, late_keys, counts + URGENT_RECV * world,
+          counts + OTHER_RECV * world);
+    i64 *rows = room(&x->places, r->n_rows * sizeof(i64));
+    if (!rows) return NO_MEMORY;
+    split(r->row_mask.memory, r->rows.memory, r->send_counts.memory, world, rows, rows + n_rows,
+          counts + URGENT_SEND * world, counts + OTHER_SEND * world);
+    i64 failed = plan_update(x, rows, n_rows, w, urgent + 1);
+    return failed ? failed : plan_update(x, rows + n_rows, r->n_rows - n_rows, w, late + 1);
+}
+
+/* When every rank goes on and no id is invalid. `out` has the room that fs_request_batch asked for; `used`: how much of it
+ * is filled. Gradients are those of the batch before; the first has none. */
+i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *out, i64 *used, plan_result *results,
+                  i64 *failed) {
+    i64 result = exchange_rows(p, seconds, failed);
+    if (result == 0) result = find_collisions(p, seconds, failed);
+    writer w = {out, 0};
+    for (i64 e = 0; e < p->exchanges && result == 0; e++) {
+        result = plan_rows(p, e, ids, &w, results + e);
+        if (result == 0 && p->has_before)
+            result = plan_gradients(p->each + e, p->each[e].of + 1 - p->turn, p->world, &w, results + e);
+    }
+    p->turn = 1 - p->turn;
+    p->has_before = 1;
+    *used = w.used;
+    return result;
+}
+
+/* At most so many elements does fs_plan_last need. */
+i64 fs_room_of_last(const batch_plan *p) {
+    i64 needed = 0;
+    for (i64 e = 0; e < p->exchanges; e++) {
+        const requests *r = p->each[e].of + 1 - p->turn;
+        needed += r->n_keys + 3 * r->n_rows + ARRAYS * ALIGNMENT;
+    }
+    return needed;
+}
+
+/* The gradients of the batch that was planned last: all are urgent. */
+i64 fs_plan_last(batch_plan *p, i64 *out, i64 *used, plan_result *results) {
+    writer w = {out, 0};
+    i64 result = 0;
+    for (i64 e = 0; e < p->exchanges && result == 0; e++) {
+        requests *r = p->each[e].of + 1 - p->turn;
+        result = mark_all(r);
+        if (result == 0) result = plan_gradients(p->each + e, r, p->world, &w, results + e);
+    }
+    *used = w.used;
+    return result;
+}

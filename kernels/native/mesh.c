@@ -1,0 +1,132 @@
+/* Every rank has a connection to every other (rank_mesh.py makes them) and sends each a message, of any size, which both
+ * sides know beforehand. */
+
+#include <errno.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#include "planning.h"
+
+#define MAX_PIECES 512 /* in one call of the kernel; it takes at most 1024 */
+
+struct mesh {
+    i64 world, rank;
+    int *connections; /* [world] */
+    buffer pieces, streams, polls;
+};
+
+typedef struct { /* what is still to be sent to a rank, or to come from it */
+    struct iovec *pieces;
+    i64 left;
+} stream;
+
+mesh *fs_new_mesh(i64 world, i64 rank, const int *connections) {
+    mesh *m = calloc(1, sizeof(mesh));
+    int *copy = malloc(world * sizeof(int));
+    if (!m || !copy) {
+        free(m);
+        free(copy);
+        return 0;
+    }
+    m->world = world;
+    m->rank = rank;
+    m->connections = memcpy(copy, connections, world * sizeof(int));
+    return m;
+}
+
+void fs_free_mesh(mesh *m) {
+    free(m->connections);
+    free(m->pieces.memory);
+    free(m->streams.memory);
+    free(m->polls.memory);
+    free(m);
+}
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+static void add_piece(stream *s, const char *begin, size_t size) {
+    if (size) s->pieces[s->left++] = (struct iovec){(void *)begin, size};
+}
+
+static void advance(stream *s, size_t bytes) {
+    while (s->left && bytes >= s->pieces->iov_len) {
+        bytes -= s->pieces->iov_len;
+        s->pieces++;
+        s->left--;
+    }
+    if (bytes) {
+        s->pieces->iov_base = (char *)s->pieces->iov_base + bytes;
+        s->pieces->iov_len -= bytes;
+    }
+}
+
+/* As much as can be done without waiting. */
+static i64 move_bytes(int connection, stream *s, int sends) {
+    while (s->left) {
+        struct msghdr message = {.msg_iov = s->pieces, .msg_iovlen = s->left < MAX_PIECES ? s->left : MAX_PIECES};
+        ssize_t bytes = sends ? sendmsg(connection, &message, MSG_NOSIGNAL | MSG_DONTWAIT)
+                              : recvmsg(connection, &message, MSG_DONTWAIT);
+        if (bytes > 0)
+            advance(s, bytes);
+        else if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            return 0;
+        else if (bytes == 0 || errno != EINTR)
+            return RANK_LEFT;
+    }
+    return 0;
+}
+
+/* Cut messages into streams, [2][world]: to send, to receive. This rank's own are copied. */
+static stream *begin_exchange(mesh *m, const messages *all, i64 kinds) {
+    stream *streams = room(&m->streams, 2 * m->world * sizeof(stream));
+    struct iovec *pieces = room(&m->pieces, 2 * m->world * kinds * sizeof(struct iovec) + 1);
+    if (!streams || !pieces || !room(&m->polls, m->world * sizeof(struct pollfd))) return 0;
+    for (i64 i = 0; i < 2 * m->world; i++) streams[i] = (stream){pieces + i * kinds, 0};
+    for (i64 k = 0; k < kinds; k++) {
+        const char *send = all[k].send;
+        char *recv = all[k].recv;
+        for (i64 rank = 0; rank < m->world; rank++) {
+            size_t send_size = all[k].send_counts[rank] * all[k].width, recv_size = all[k].recv_counts[rank] * all[k].width;
+            if (rank == m->rank) {
+                memcpy(recv, send, recv_size);
+            } else {
+                add_piece(streams + rank, send, send_size);
+                add_piece(streams + m->world + rank, recv, recv_size);
+            }
+            send += send_size;
+            recv += recv_size;
+        }
+    }
+    return streams;
+}
+
+i64 mesh_exchange(mesh *m, const messages *all, i64 kinds, double seconds, i64 *failed) {
+    stream *streams = begin_exchange(m, all, kinds);
+    if (!streams) return NO_MEMORY;
+    struct pollfd *polls = m->polls.memory;
+    double end = now() + seconds;
+    while (1) {
+        i64 waiting = 0;
+        for (i64 rank = 0; rank < m->world; rank++) {
+            stream *to = streams + rank, *from = streams + m->world + rank;
+            if (move_bytes(m->connections[rank], to, 1) || move_bytes(m->connections[rank], from, 0)) {
+                *failed = rank;
+                return RANK_LEFT;
+            }
+            short events = (to->left ? POLLOUT : 0) | (from->left ? POLLIN : 0);
+            if (events) polls[waiting++] = (struct pollfd){m->connections[rank], events, 0};
+            if (events && waiting == 1) *failed = rank; /* if nothing comes any more */
+        }
+        double left = end - now();
+        if (waiting == 0) return 0;
+        if (left <= 0) return RANK_TOO_SLOW;
+        poll(polls, waiting, left > 1 ? 1000 : (int)(left * 1000) + 1);
+    }
+}

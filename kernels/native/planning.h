@@ -1,0 +1,68 @@
+/* What the C files of planning share. */
+
+#ifndef FREESCALE_PLANNING_H
+#define FREESCALE_PLANNING_H
+
+#include <stdint.h>
+#include <stdlib.h>
+
+#define NO_MEMORY (-1)
+#define INVALID_ID (-2)
+#define RANK_LEFT (-3)
+#define RANK_TOO_SLOW (-4)
+
+typedef int64_t i64;
+typedef uint64_t u64;
+
+/* Memory that is kept from one batch to the next: fresh memory costs more than the work that is done in it, since the
+ * kernel has to clear it page by page. */
+typedef struct {
+    void *memory;
+    size_t size;
+} buffer;
+
+/* At least `size` bytes, with nothing of what was in them; NULL without memory. */
+static inline void *room(buffer *b, size_t size) {
+    if (!b->memory || b->size < size) {
+        free(b->memory);
+        size += size / 4 + 1;
+        b->memory = malloc(size);
+        b->size = b->memory ? size : 0;
+    }
+    return b->memory;
+}
+
+/* planning.c: one batch of one exchange on one rank. */
+typedef struct workspace workspace;
+workspace *fs_new_workspace(void);
+void fs_free_workspace(workspace *);
+i64 fs_deduplicate(workspace *, const i64 *input, i64 n, i64 *values, i64 *order, i64 *ends);
+
+typedef struct { /* ids of some features */
+    const void *const *ids;
+    const i64 *lengths, *is_int64;
+} feature_ids;
+
+typedef struct { /* where the rows of an exchange are; exchange_plan.OwnerMap */
+    i64 features, shards, world, bound;
+    const i64 *first_rows, *table_sizes; /* of each feature */
+    const i64 *bounds, *shifts, *shard_order, *starts;
+} row_owners;
+
+i64 fs_request(workspace *, const feature_ids *, const row_owners *, i64 *order, i64 *ends, i64 *inverse, i64 *keys,
+               i64 *rows, i64 *counts, i64 *invalid);
+i64 intersect(workspace *, const i64 *a, i64 size_a, const i64 *b, i64 size_b, uint8_t *in_b, uint8_t *in_a);
+
+/* mesh.c: what ranks send each other. */
+typedef struct mesh mesh;
+typedef struct { /* consecutive messages of one kind, one for each rank */
+    const void *send;
+    void *recv;
+    const i64 *send_counts, *recv_counts; /* [world] elements */
+    i64 width;                            /* bytes of an element */
+} messages;
+
+/* Returns 0, or what went wrong, and with which rank. */
+i64 mesh_exchange(mesh *, const messages *, i64 kinds, double seconds, i64 *rank);
+
+#endif

@@ -1,0 +1,70 @@
+"""What planning a batch results in, however it is done: native_batch.py, reference_batch.py.
+
+The arrays of all exchanges stand in one piece of int64 memory, from which one copy brings them to a device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from freescale.kernels.planning.row_requests import Headers
+
+# The arrays of an exchange: first those for the rows of a batch,
+ROWS_ARRAYS = ("ids", "inverse", "order", "ends", "early_rows", "urgent_rows")
+# then those for the gradients of the batch before it: which keys, the owner's distinct rows, their order and ends.
+GRADIENT_ARRAYS = tuple(
+    f"{kind}_{name}" for kind in ("urgent", "late") for name in ("keys", "rows", "order", "ends")
+)
+ALIGNMENT = 16  # elements: 128 bytes, as the device's own allocations have at least 16
+
+
+class ExchangeCounts(NamedTuple):
+    """[world] each: rows that come from owners (recv) and go to requesters (send). Gradients go the other way."""
+
+    urgent_recv: torch.Tensor
+    urgent_send: torch.Tensor
+    other_recv: torch.Tensor
+    other_send: torch.Tensor
+
+
+class Extent(NamedTuple):
+    """Of an array in the memory, in elements."""
+
+    offset: int
+    size: int
+
+
+class PlannedExchange(NamedTuple):
+    """One exchange of a batch."""
+
+    rows: list[Extent]
+    row_counts: ExchangeCounts
+    urgent_entries: int  # positions with urgent rows
+    gradients: list[Extent]  # of the batch before; of no size behind the first batch
+    gradient_counts: ExchangeCounts
+
+
+class BatchPlan(Protocol):
+    """Plans the batches of a loop, one after the other, with the other ranks."""
+
+    def request(self, status: int, ids: list[torch.Tensor] | None) -> Headers:
+        """Tell the other ranks what this one requests (ids of all features of all exchanges), or, without ids, that it
+        does not go on. Collective."""
+
+    @property
+    def needed(self) -> int:
+        """So many elements may `plan` write."""
+
+    def plan(self, address: int) -> tuple[int, list[PlannedExchange]]:
+        """When all ranks go on: plan the rows of the batch and the gradients of the one before it. Collective.
+
+        Writes to `address`, and returns how many elements."""
+
+    @property
+    def needed_for_last(self) -> int:
+        """So many elements may `plan_last` write."""
+
+    def plan_last(self, address: int) -> tuple[int, list[PlannedExchange]]:
+        """The gradients of the batch that came last: all are urgent."""

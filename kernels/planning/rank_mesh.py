@@ -1,0 +1,178 @@
+"""Connections between all ranks for planning: a socket for each pair, used by C (native/mesh.c) without Python's lock.
+
+A gloo collective takes and gives Python's lock several times; between two of them Python has work to do. The training
+thread waits for the lock each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from freescale.compat import distributed
+from freescale.kernels.planning import native_plan
+
+log = logging.getLogger(__name__)
+
+_CONNECT_SECONDS = 20.0  # for all connections of a rank
+_ATTEMPT_SECONDS = 3.0  # for one address
+_TOKEN_BYTES = 16
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_LOOPBACK = "127.0.0.1"
+
+
+class RankMesh:
+    """One rank's connections. `address`: of C's mesh."""
+
+    def __init__(self, connections: Sequence[socket.socket | None], rank: int) -> None:
+        self._connections = [c for c in connections if c is not None]
+        numbers = (ctypes.c_int * len(connections))(*(-1 if c is None else c.fileno() for c in connections))
+        self.world, self.rank = len(connections), rank
+        self.address = native_plan.require_memory(native_plan.library().fs_new_mesh(self.world, rank, numbers))
+        weakref.finalize(self, _close, self.address, self._connections)
+
+    def hang_up(self) -> None:
+        """What the others wait for fails at once, and what this rank waits for too."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _close(address: int, connections: list[socket.socket]) -> None:
+    native_plan.library().fs_free_mesh(address)
+    for connection in connections:
+        connection.close()
+
+
+def open_mesh(group: dist.ProcessGroup) -> RankMesh | None:
+    """Connect all ranks of a CPU group; None, on every rank, where that cannot be done. Collective."""
+    rank, world = group.rank(), group.size()
+    connections: list[socket.socket | None] = [None] * world
+    problem = "" if native_plan.library() is not None else "its C code cannot be built"
+    if world > 1:
+        with _listen() as listener:
+            own = (problem, _network(), _addresses(), listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+            ranks = [own] * world
+            dist.all_gather_object(ranks, own, group)
+            if not any(p for p, *_ in ranks):
+                try:
+                    _connect(connections, rank, ranks, listener)
+                except OSError as error:
+                    problem = str(error)
+            # One that could not connect is not to keep others waiting for it.
+            problems = [problem] * world
+            dist.all_gather_object(problems, problem, group)
+        if not any(problems) and any(p for p, *_ in ranks):
+            problems = [p for p, *_ in ranks]
+    else:
+        problems = [problem]
+    if any(problems):
+        for connection in filter(None, connections):
+            connection.close()
+        if rank == 0:
+            failed, words = next((r, p) for r, p in enumerate(problems) if p)
+            log.warning("freescale: planning goes through gloo, which is slower: rank %d: %s", failed, words)
+        return None
+    return RankMesh(connections, rank)
+
+
+def _listen() -> socket.socket:
+    listener = socket.create_server(("", 0), backlog=1024)
+    listener.settimeout(_ATTEMPT_SECONDS)
+    return listener
+
+
+def _network() -> tuple[str, int]:
+    """The same for ranks that reach each other over the loopback interface."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot, os.stat("/proc/self/ns/net").st_ino
+    return socket.gethostname(), 0
+
+
+def _addresses() -> list[str]:
+    """Where this host may be reached; the way to the ranks' store first."""
+    found = []
+    if host := distributed.store_host():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            found.append(probe.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name[:15].encode()))
+                found.append(socket.inet_ntoa(reply[20:24]))
+    return [a for a in dict.fromkeys(found) if not a.startswith("127.")]
+
+
+def _connect(
+    connections: list[socket.socket | None],
+    rank: int,
+    ranks: Sequence[tuple[str, tuple[str, int], list[str], int, bytes]],
+    listener: socket.socket,
+) -> None:
+    """Every rank calls those before it and is called by those behind it. A caller says who it is, and a secret of the
+    rank that it calls, which answers with the caller's: so both know that they have not got somebody else."""
+    end, tokens, network = time.monotonic() + _CONNECT_SECONDS, [token for *_, token in ranks], ranks[rank][1]
+    for peer, (_, peer_network, addresses, port, _) in enumerate(ranks[:rank]):
+        places = [_LOOPBACK] if peer_network == network else addresses
+        connections[peer] = _call(places, port, rank, tokens[peer], tokens[rank], end)
+        if connections[peer] is None:
+            raise OSError(f"it cannot connect to rank {peer} at {' or '.join(places) or 'no address'}")
+    while any(c is None for c in connections[rank + 1 :]):
+        if time.monotonic() > end:
+            missing = next(r for r in range(rank + 1, len(ranks)) if connections[r] is None)
+            raise OSError(f"rank {missing} has not connected to it within {_CONNECT_SECONDS:g} s")
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            connection.settimeout(_ATTEMPT_SECONDS)
+            greeting = _receive(connection, 8 + _TOKEN_BYTES)
+            (caller,) = struct.unpack("<q", greeting[:8]) if greeting else (-1,)
+            if rank < caller < len(ranks) and secrets.compare_digest(greeting[8:], tokens[rank]):
+                connection.sendall(tokens[caller])
+                connections[caller] = connection
+            else:
+                connection.close()
+    for made in filter(None, connections):
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _call(
+    places: Sequence[str], port: int, rank: int, token: bytes, own_token: bytes, end: float
+) -> socket.socket | None:
+    while True:
+        for place in places:
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection((place, port), _ATTEMPT_SECONDS)
+                connection.sendall(struct.pack("<q", rank) + token)
+                # The other rank may still be calling others before it answers.
+                connection.settimeout(max(0.001, end - time.monotonic()))
+                if _receive(connection, _TOKEN_BYTES) == own_token:
+                    return connection
+                connection.close()
+        if not places or time.monotonic() > end:
+            return None
+        time.sleep(0.05)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """So many bytes, or none."""
+    received = b""
+    while len(received) < size:
+        if not (part := connection.recv(size - len(received))):
+            return b""
+        received += part
+    return received

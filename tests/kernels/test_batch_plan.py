@@ -1,0 +1,200 @@
+"""Whole batches planned in C, over sockets, and in Python, over gloo: the same bytes. What C says when a rank is gone."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from freescale.kernels.planning import native_plan, rank_mesh
+from freescale.kernels.planning.exchange_plan import ExchangeTables, Shard, first_row_of_each_table, owner_map
+from freescale.kernels.planning.native_batch import NativeBatchPlan
+from freescale.kernels.planning.reference_batch import ReferenceBatchPlan
+from ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(native_plan.library() is None, reason="no C compiler")
+
+
+def _row_wise(rows: list[int], world: int, features: list[int]) -> ExchangeTables:
+    """Tables in blocks of rows; some ranks have none. `features`: their tables."""
+    shards, bases = [], [0] * world
+    for table, n in enumerate(rows):
+        block = -(-n // world)
+        for rank in range(world):
+            # the last table lies the other way round: greater rows on lower ranks
+            owner = rank if table + 1 < len(rows) else world - 1 - rank
+            size = max(0, min(block, n - rank * block))
+            shards.append(Shard(table, rank * block, size, owner, bases[owner]))
+            bases[owner] += size
+    first = first_row_of_each_table(rows)
+    return ExchangeTables([first[t] for t in features], [rows[t] for t in features], owner_map(shards, rows, world))
+
+
+def _ids(rng: np.random.Generator, tables: ExchangeTables, most: int) -> list[torch.Tensor]:
+    made = []
+    for size in tables.table_sizes:
+        n = int(rng.integers(0, most)) * int(rng.integers(0, 3))
+        ids = torch.from_numpy((rng.zipf(1.2, n) - 1) % size)
+        made.append(ids.int() if size < 2**31 and rng.integers(0, 2) else ids)
+    return made
+
+
+def _memory(plan, last: bool = False) -> np.ndarray:
+    return np.full((plan.needed_for_last if last else plan.needed) + 1, -7, dtype=np.int64)
+
+
+def _arrays(memory: np.ndarray, extents) -> list[list[int]]:
+    return [memory[begin : begin + size].tolist() for begin, size in extents]
+
+
+def _compare(native, reference, last: bool = False) -> int:
+    results = []
+    for plan in (native, reference):
+        memory = _memory(plan, last)
+        used, exchanges = (plan.plan_last if last else plan.plan)(native_plan.address_of(memory))
+        assert used < memory.shape[0] and memory[-1] == -7
+        results.append(
+            [
+                (
+                    _arrays(memory, x.gradients), [c.tolist() for c in x.gradient_counts if c.sum()],
+                    None if last else (_arrays(memory, x.rows), [c.tolist() for c in x.row_counts], x.urgent_entries),
+                )
+                for x in exchanges
+            ]
+        )  # fmt: skip
+    assert results[0] == results[1]
+    return sum(map(len, results[0][0][0]))
+
+
+def _same(seed: int, batches: int) -> int:
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    tables = [_row_wise([100, 1, 7], world, [0, 2, 1, 0]), _row_wise([2**33 + 5, 3], world, [0, 1])]
+    mesh = rank_mesh.open_mesh(group)
+    native, reference = NativeBatchPlan(mesh, tables, 30.0), ReferenceBatchPlan(group, tables)
+    rng, planned = np.random.default_rng((seed, rank)), 0
+    for number in range(batches):
+        ids = [i for t in tables for i in _ids(rng, t, 1 + 40 * (number % 3))]
+        first, second = native.request(0, ids), reference.request(0, ids)
+        assert first.statuses == second.statuses == [0] * world
+        assert first.invalid_ids == second.invalid_ids == [None, None]
+        assert [c.tolist() for c in first.send_counts] == [c.tolist() for c in second.send_counts]
+        planned += _compare(native, reference)
+    _compare(native, reference, last=True)
+    return planned
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_same_plans_as_in_python(world):
+    assert all(n > 100 for n in run_ranks(_same, world, 5, 12))
+
+
+def _headers(status: list[int], bad: int) -> tuple:
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    tables = [_row_wise([10], world, [0]), _row_wise([5, 6], world, [0, 1])]
+    native = NativeBatchPlan(rank_mesh.open_mesh(group), tables, 30.0)
+    ids = [torch.tensor([3, 9]), torch.tensor([4]), torch.tensor([bad if rank == 1 else 5, 0])]
+    headers = native.request(status[rank], None if status[rank] else ids)
+    return headers.statuses, headers.invalid_ids
+
+
+def test_ranks_hear_who_does_not_go_on_and_of_invalid_ids():
+    for statuses, invalid in run_ranks(_headers, 2, [0, 2], 5):
+        assert statuses == [0, 2] and invalid == [None, None]
+    for statuses, invalid in run_ranks(_headers, 2, [0, 0], 6):
+        assert statuses == [0, 0] and invalid == [None, (1, (1, 6))]
+    for _, invalid in run_ranks(_headers, 2, [0, 0], -2):
+        assert invalid == [None, (1, (1, -2))]
+
+
+def _one_leaves(how: str) -> str:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    mesh = rank_mesh.open_mesh(group)
+    plan = NativeBatchPlan(mesh, [_row_wise([10], 3, [0])], 2.0)
+    plan.request(0, [torch.tensor([0, 5, 9])])  # a row of each rank
+    if rank == 2:
+        if how == "dies":
+            os._exit(1)
+        if how == "hangs up":
+            mesh.hang_up()
+        time.sleep(4)
+        raise RuntimeError("rank 2 is the one")
+    start, memory = time.monotonic(), _memory(plan)
+    try:
+        plan.plan(native_plan.address_of(memory))
+    except RuntimeError as error:
+        assert how == "sleeps" or time.monotonic() - start < 1
+        raise error
+    return "planned"
+
+
+@pytest.mark.parametrize("how, expected", [("dies", "has left"), ("hangs up", "has left"), ("sleeps", "has not answered within 2 s")])
+def test_a_rank_that_leaves_is_named(how, expected):
+    errors = run_ranks(_one_leaves, 3, how, expect_errors=True)
+    # The other rank may have failed first, and left in turn.
+    assert all("RuntimeError: rank" in e and ("has left" in e or expected in e) for e in errors[:2]), errors
+    assert any(f"rank 2 {expected}" in e for e in errors[:2]), errors
+
+
+def _large(megabytes: int) -> None:
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    rows = megabytes * 2**17
+    plan = NativeBatchPlan(rank_mesh.open_mesh(group), [_row_wise([rows], world, [0])], 60.0)
+    for _ in range(2):
+        headers = plan.request(0, [torch.randperm(rows)])
+        assert headers.send_counts[0].tolist() == [rows // world] * world
+        memory = _memory(plan)
+        _, (planned,) = plan.plan(native_plan.address_of(memory))
+    assert planned.rows[4].size == 0 and planned.rows[5].size == rows  # all collide
+    assert (np.sort(memory[planned.rows[1].offset :][:rows]) == np.arange(rows)).all(), rank
+
+
+def test_messages_that_no_socket_takes_at_once():
+    run_ranks(_large, 2, 16)
+
+
+def _unreachable() -> bool:
+    group = dist.group.WORLD
+    if dist.get_rank() == 0:
+        rank_mesh._network = lambda: ("elsewhere", 0)
+        rank_mesh._addresses = lambda: []
+    rank_mesh._CONNECT_SECONDS = 1.0
+    return rank_mesh.open_mesh(group) is None
+
+
+def test_where_ranks_cannot_connect_there_is_no_mesh():
+    assert run_ranks(_unreachable, 2) == [True, True]
+
+
+def _stranger() -> bool:
+    """Somebody else who calls the port is not taken for a rank."""
+    import socket
+    import threading
+
+    group, rank = dist.group.WORLD, dist.get_rank()
+    listen = rank_mesh._listen
+
+    def with_stranger() -> socket.socket:
+        listener = listen()
+        port = listener.getsockname()[1]
+
+        def call() -> None:
+            with socket.create_connection(("127.0.0.1", port)) as s:
+                s.sendall(b"\x01" + b"\0" * 7 + b"x" * 16)
+                time.sleep(1)
+
+        threading.Thread(target=call, daemon=True).start()
+        time.sleep(0.3)
+        return listener
+
+    rank_mesh._listen = with_stranger
+    mesh = rank_mesh.open_mesh(group)
+    plan = NativeBatchPlan(mesh, [_row_wise([10], 2, [0])], 5.0)
+    return plan.request(rank, None).statuses == [0, 1]
+
+
+def test_a_stranger_is_not_taken_for_a_rank():
+    assert run_ranks(_stranger, 2) == [True, True]
