@@ -20,8 +20,8 @@ import torch
 
 from command_line import parser
 from freescale.kernels.planning import exchange_plan, native_plan
+from freescale.kernels.planning.batch_plan import Extent
 from freescale.kernels.planning.native_batch import NativeBatchPlan
-from freescale.kernels.planning.planned_batch import Extent
 from freescale.kernels.planning.rank_mesh import RankMesh
 from freescale.runtime.tables import step_plan
 

@@ -131,9 +131,19 @@ static i64 room_of_plan(const requests *r, const requests *before) {
     return rows + gradients + ARRAYS * ALIGNMENT;
 }
 
+/* Do all ranks go on (status 0), with valid ids? */
+static i64 all_go_on(const i64 *headers, i64 world, i64 exchanges) {
+    for (i64 rank = 0; rank < world; rank++, headers += 1 + 3 * exchanges) {
+        if (headers[0]) return 0;
+        for (i64 e = 0; e < exchanges; e++)
+            if (headers[2 + 3 * e] >= 0) return 0;
+    }
+    return 1;
+}
+
 /* A rank that does not go on gives no ids. Writes what each rank has said, [world][1 + 3 * exchanges]: its status, then of
  * each exchange how many rows it requests from this rank, and the feature and value of an invalid id (feature -1: none);
- * and how many elements fs_plan_batch needs. */
+ * and how many elements fs_plan_batch needs. Returns whether all go on, or what went wrong. */
 i64 fs_request_batch(batch_plan *p, i64 status, const feature_ids *ids, double seconds, i64 *headers, i64 *needed,
                      i64 *failed) {
     i64 width = 1 + 3 * p->exchanges;
@@ -167,7 +177,7 @@ i64 fs_request_batch(batch_plan *p, i64 status, const feature_ids *ids, double s
         r->n_rows = total(send_counts, p->world);
         *needed += room_of_plan(r, p->has_before ? p->each[e].of + 1 - p->turn : 0);
     }
-    return result;
+    return result ? result : all_go_on(headers, p->world, p->exchanges);
 }
 
 /* Tell the owners which rows. */
@@ -350,10 +360,17 @@ static i64 plan_gradients(exchange *x, requests *r, i64 world, writer *w, plan_r
     return failed ? failed : plan_update(x, rows + n_rows, r->n_rows - n_rows, w, late + 1);
 }
 
+typedef struct {
+    void *to;
+    const void *from;
+    i64 size;
+} copy;
+
 /* When every rank goes on and no id is invalid. `out` has the room that fs_request_batch asked for; `used`: how much of it
- * is filled. Gradients are those of the batch before; the first has none. */
+ * is filled. Gradients are those of the batch before; the first has none. Copies what else the caller wants copied. */
 i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *out, i64 *used, plan_result *results,
-                  i64 *failed) {
+                  i64 *failed, const copy *copies, i64 n_copies) {
+    for (i64 i = 0; i < n_copies; i++) memcpy(copies[i].to, copies[i].from, copies[i].size);
     i64 result = exchange_rows(p, seconds, failed);
     if (result == 0) result = find_collisions(p, seconds, failed);
     writer w = {out, 0};

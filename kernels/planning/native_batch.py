@@ -14,14 +14,15 @@ import numpy as np
 import torch
 
 from freescale.kernels.planning import native_plan, row_requests
-from freescale.kernels.planning.exchange_plan import ExchangeTables
-from freescale.kernels.planning.planned_batch import (
+from freescale.kernels.planning.batch_plan import (
     GRADIENT_ARRAYS,
     ROWS_ARRAYS,
+    Copy,
     ExchangeCounts,
     Extent,
     PlannedExchange,
 )
+from freescale.kernels.planning.exchange_plan import ExchangeTables
 from freescale.kernels.planning.rank_mesh import RankMesh
 
 _RANK_LEFT = -3
@@ -40,7 +41,7 @@ class _Result(ctypes.Structure):
 
 
 class NativeBatchPlan:
-    """planned_batch.BatchPlan of some exchanges."""
+    """batch_plan.BatchPlan of some exchanges."""
 
     def __init__(self, mesh: RankMesh, tables: Sequence[ExchangeTables], timeout: float) -> None:
         functions = native_plan.library()
@@ -57,24 +58,27 @@ class NativeBatchPlan:
         self._ids: native_plan.FeatureIds | None = None  # of the batch that is planned
         self._needed, self._used, self._failed = (ctypes.c_int64() for _ in range(3))
 
-    def request(self, status: int, ids: Sequence[torch.Tensor] | None) -> row_requests.Headers:
+    def request(self, status: int, ids: Sequence[torch.Tensor] | None) -> row_requests.Headers | None:
         self._ids = None if ids is None else native_plan.FeatureIds(ids)
         address = None if self._ids is None else ctypes.addressof(self._ids)
         headers = native_plan.address_of(self._headers)
         needed, failed = map(ctypes.addressof, (self._needed, self._failed))
         request = native_plan.library().fs_request_batch
-        self._check(request(self._address, status, address, self._timeout, headers, needed, failed))
+        if self._checked(request(self._address, status, address, self._timeout, headers, needed, failed)):
+            return None
         return row_requests.read_headers(self._headers, self._exchanges)
 
     @property
     def needed(self) -> int:
         return self._needed.value
 
-    def plan(self, address: int) -> tuple[int, list[PlannedExchange]]:
+    def plan(self, address: int, copies: Sequence[Copy] = ()) -> tuple[int, list[PlannedExchange]]:
         assert self._ids is not None
+        numbers = (ctypes.c_int64 * (3 * len(copies)))(*(number for copy in copies for number in copy))
         ids, used, failed = map(ctypes.addressof, (self._ids, self._used, self._failed))
         plan = native_plan.library().fs_plan_batch
-        return self._planned(lambda results: plan(self._address, ids, self._timeout, address, used, results, failed))
+        rest = failed, numbers, len(copies)
+        return self._planned(lambda results: plan(self._address, ids, self._timeout, address, used, results, *rest))
 
     @property
     def needed_for_last(self) -> int:
@@ -88,13 +92,14 @@ class NativeBatchPlan:
         counts = np.zeros((self._exchanges, _COUNTS, self._world), dtype=np.int64)
         for result, of_exchange in zip(self._results, counts, strict=True):
             result.counts = native_plan.address_of(of_exchange)
-        self._check(plan(ctypes.addressof(self._results)))
+        self._checked(plan(ctypes.addressof(self._results)))
         return self._used.value, [_read(*pair) for pair in zip(self._results, counts, strict=True)]
 
-    def _check(self, result: int) -> None:
-        if native_plan.checked(result):
+    def _checked(self, result: int) -> int:
+        if native_plan.checked(result) < 0:
             what = "has left" if result == _RANK_LEFT else f"has not answered within {self._timeout:g} s"
             raise RuntimeError(f"rank {self._failed.value} {what}")
+        return result
 
 
 def _read(result: Any, counts: np.ndarray) -> PlannedExchange:

@@ -30,7 +30,7 @@ _SIGNATURES = {  # P: pointer, n: number, d: double, v: nothing; the result come
     "fs_new_batch_plan": "PPnnP",
     "fs_free_batch_plan": "vP",
     "fs_request_batch": "nPnPdPPP",
-    "fs_plan_batch": "nPPdPPPP",
+    "fs_plan_batch": "nPPdPPPPPn",
     "fs_room_of_last": "nP",
     "fs_plan_last": "nPPPP",
 }

@@ -10,19 +10,20 @@ import torch
 import torch.distributed as dist
 
 from freescale.kernels.planning import exchange_plan, row_requests
-from freescale.kernels.planning.exchange_plan import ExchangeTables, GradientsPlan, OwnRequests, Requests, RowsPlan
-from freescale.kernels.planning.planned_batch import (
+from freescale.kernels.planning.batch_plan import (
     ALIGNMENT,
     GRADIENT_ARRAYS,
     ROWS_ARRAYS,
+    Copy,
     ExchangeCounts,
     Extent,
     PlannedExchange,
 )
+from freescale.kernels.planning.exchange_plan import ExchangeTables, GradientsPlan, OwnRequests, Requests, RowsPlan
 
 
 class ReferenceBatchPlan:
-    """planned_batch.BatchPlan of some exchanges."""
+    """batch_plan.BatchPlan of some exchanges."""
 
     def __init__(self, group: dist.ProcessGroup, tables: Sequence[ExchangeTables]) -> None:
         self._group, self._tables = group, tables
@@ -32,14 +33,14 @@ class ReferenceBatchPlan:
         self._send_counts: list[torch.Tensor] = []
         self._before: list[Requests] | None = None
 
-    def request(self, status: int, ids: Sequence[torch.Tensor] | None) -> row_requests.Headers:
+    def request(self, status: int, ids: Sequence[torch.Tensor] | None) -> row_requests.Headers | None:
         features = iter(() if ids is None else ids)
         self._ids = [[] if ids is None else [next(features) for _ in t.first_rows] for t in self._tables]
         pairs = () if ids is None else zip(self._ids, self._tables, strict=True)
         self._own = [exchange_plan.own_requests(of_exchange, *tables) for of_exchange, tables in pairs]
         headers = row_requests.exchange_headers(status, self._own, len(self._tables), self._world, self._group)
         self._send_counts = headers.send_counts
-        return headers
+        return headers if any(headers.statuses) or any(headers.invalid_ids) else None
 
     @property
     def needed(self) -> int:
@@ -53,7 +54,9 @@ class ReferenceBatchPlan:
         keys_and_rows = ((r.needed.values.shape[0], r.rows.shape[0]) for r in self._before or ())
         return sum(keys + 3 * rows + _GAPS for keys, rows in keys_and_rows)
 
-    def plan(self, address: int) -> tuple[int, list[PlannedExchange]]:
+    def plan(self, address: int, copies: Sequence[Copy] = ()) -> tuple[int, list[PlannedExchange]]:
+        for copy in copies:
+            ctypes.memmove(*copy)
         writer, requests, planned = _Writer(address, self.needed), [], []
         for own, send_counts in zip(self._requested(), self._send_counts, strict=True):
             requests.append(row_requests.send_requests(own, send_counts, self._group))

@@ -19,15 +19,13 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.planning import row_requests
-from freescale.kernels.planning.planned_batch import BatchPlan, PlannedExchange
+from freescale.kernels.planning.batch_plan import BatchPlan
 from freescale.runtime import batch_structure
 from freescale.runtime.balance.integer_problem import BalanceError
-from freescale.runtime.batch_structure import BatchEvent
-from freescale.runtime.lookahead.loop_state import PlannedBatch
+from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.samples.batch_balancer import BatchBalancer
-from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
-from freescale.runtime.tables.plan_upload import PlanMemory, Uploader
+from freescale.runtime.tables.plan_block import PlanBlock, move_to_device, packable_tensors
 from freescale.runtime.tables.table_exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -74,7 +72,7 @@ class BatchPlanning:
         self._batches: Iterator[Any] | None = None
         self._structure: str | None = None  # of every batch, in words
         self._previous: PlannedBatch | None = None  # its gradients are not planned yet
-        self._uploader = Uploader(exchanges[0].anchor.device)
+        self._device = exchanges[0].anchor.device
 
     def advance(self) -> PlannedBatch | None:
         """Plan one more batch. Returns the one before it, whose plans are complete now; None for the first.
@@ -96,12 +94,9 @@ class BatchPlanning:
         """The last batch. It leaves nothing for later: its gradients are all urgent, no rows are fetched for a next."""
         if self._previous is None:
             return None
-        memory = self._uploader.plan_memory(self._plan.needed_for_last)
-        used, planned = self._plan.plan_last(memory.address)
-        self._add_upload(memory.upload(used), self._previous)
-        self._plan_gradients(self._previous, planned, memory)
-        for plan in self._previous.plans:
-            plan.next, plan.last = step_plan.plan_without_rows(plan), True
+        block = PlanBlock(self._plan.needed_for_last, self._device)
+        block.fill(self._plan.plan_last)
+        self._previous.gradients = block
         return self._previous
 
     # -- stages --------------------------------------------------------------------------------------------------
@@ -143,6 +138,8 @@ class BatchPlanning:
         self.busy_since = time.monotonic()
         ids = None if loaded.status != _OK else [t for of_exchange in loaded.ids for t in of_exchange]
         headers = self._plan.request(loaded.status, ids)
+        if headers is None:
+            return
         self._require_all_go_on(headers.statuses, loaded.error)
         try:
             row_requests.require_valid_ids(headers, [x.name for x in self.exchanges])
@@ -151,35 +148,14 @@ class BatchPlanning:
 
     def _plan_batch(self, loaded: _Loaded) -> PlannedBatch:
         """Plan a batch's rows, and the gradients of the batch before it, now that both are known."""
-        memory = self._uploader.plan_memory(self._plan.needed)
+        batch, moved = move_to_device(loaded.batch, self._device)
+        block = PlanBlock(self._plan.needed, self._device, packable_tensors(batch, self._device))
         self.busy_since = time.monotonic()
-        used, exchanges = self._plan.plan(memory.address)
-        batch, copied = self._uploader.batch(loaded.batch)
-        upload = memory.upload(used)
-        plans = []
-        for x, planned in zip(self.exchanges, exchanges, strict=True):
-            arrays, anchor = memory.tensors(planned.rows), x.anchor.detach()
-            plans.append(
-                step_plan.plan_rows(self.number, arrays, planned.row_counts, planned.urgent_entries, anchor)
-            )
-        result = PlannedBatch(self.number, batch, plans, loaded.loader_state)
-        self._add_upload(copied, result)
-        self._add_upload(upload, result)
+        block.fill(lambda address: self._plan.plan(address, block.copies))
+        planned = PlannedBatch(self.number, batch, block, loaded.loader_state, moved)
         if self._previous is not None:
-            self._add_upload(upload, self._previous)
-            self._plan_gradients(self._previous, exchanges, memory)
-            for before, plan in zip(self._previous.plans, plans, strict=True):
-                before.next = plan
-        return result
-
-    def _plan_gradients(self, batch: PlannedBatch, exchanges: list[PlannedExchange], memory: PlanMemory) -> None:
-        for plan, planned in zip(batch.plans, exchanges, strict=True):
-            step_plan.plan_gradients(plan, memory.tensors(planned.gradients), planned.gradient_counts)
-
-    def _add_upload(self, upload: BatchEvent | None, batch: PlannedBatch) -> None:
-        """The loop waits for it before the batch is used."""
-        if upload is not None:
-            batch.uploads.append(upload)
+            self._previous.next, self._previous.gradients = planned, block
+        return planned
 
     # -- what all ranks must agree on -----------------------------------------------------------------------------
 

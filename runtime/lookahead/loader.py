@@ -23,8 +23,9 @@ from freescale import config
 from freescale.compat import compiled_modules, distributed
 from freescale.runtime.balance.sample_cost import FittedCost
 from freescale.runtime.lookahead.loop_coordinator import coordinator_of
-from freescale.runtime.lookahead.loop_state import LoopState, PlannedBatch
+from freescale.runtime.lookahead.loop_state import LoopState
 from freescale.runtime.lookahead.model_tables import compiled_parts, exchanges_of
+from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planner import Planner
 from freescale.runtime.meter import METER
 from freescale.runtime.samples.batch_balancer import BalanceOptions, BatchBalancer, SampleInfo

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from freescale.kernels.ops.schemas import EARLY
 from freescale.kernels.transports import open_transports
 from freescale.runtime import batch_structure
 from freescale.runtime.lookahead import late_gradients
+from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.step_plan import StepPlan
 from freescale.runtime.tables.table_exchange import Exchange
@@ -28,22 +28,6 @@ _wait = torch.ops._c10d_functional.wait_tensor
 
 # Which batch reached the model: the number of one of the loader's, or
 UNKNOWN_BATCH, FOREIGN_BATCH = -1, -2
-
-
-@dataclass
-class PlannedBatch:
-    """A batch and its plans, one per exchange."""
-
-    number: int
-    batch: Any
-    plans: list[StepPlan]
-    loader_state: Any = None  # of a loader that has one, when it had given this batch and not the next
-    # On their way to the device: the batch, its plans, and rows of the next batch's.
-    uploads: list[batch_structure.BatchEvent] = field(default_factory=list)
-
-    @property
-    def used(self) -> bool:
-        return any(plan.used for plan in self.plans)
 
 
 class LoopState:
@@ -80,12 +64,11 @@ class LoopState:
     @dynamo.outside_inference_mode()
     def hand_out(self, planned: PlannedBatch) -> None:
         """Its batch goes to the user."""
+        planned.complete(self.exchanges)
         self.current = planned
         features = [f for x in self.exchanges for f in x.features]
         holders = batch_structure.id_holders(planned.batch, features)
         self._handed_out.appendleft((planned.number, [weakref.ref(t) for t in holders]))
-        for upload in planned.uploads:
-            upload.wait()
 
     def identify_batch(self, inputs: Any) -> int:
         """Which batch the inputs of the model are made of."""

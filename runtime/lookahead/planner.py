@@ -1,8 +1,8 @@
 """The background thread of a loop over a LookaheadLoader: it plans one batch after the other, ahead of the loop.
 
-It has a connection of its own (planning_connection.py) and never touches the training group. On a GPU it copies batches
-and plans to the device, on a stream of its own (plan_upload.py); a batch that is there already it reads on the default
-stream, since nobody says on which other one the batch was made.
+It has a connection of its own (planning_connection.py) and never touches the training group. What it makes stays in
+memory of the CPU, pinned for a GPU; the loop's thread brings it to the device, in one copy (plan_block.py). A batch
+that is there already it reads on the default stream, since nobody says on which other one the batch was made.
 
 Whatever goes wrong on one rank while it loads a batch, all ranks hear of it before they do anything together, and each
 raises in its user's loop. What goes wrong later, between the collectives of planning, a rank posts in the store before
@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.runtime.lookahead.batch_planning import BatchPlanning, EndOfPlanning
-from freescale.runtime.lookahead.loop_state import PlannedBatch
+from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planning_connection import PlanningConnection
 from freescale.runtime.samples.batch_balancer import BatchBalancer
 from freescale.runtime.tables.table_exchange import Exchange

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.planning import rank_mesh
+from freescale.kernels.planning.batch_plan import BatchPlan
 from freescale.kernels.planning.exchange_plan import ExchangeTables, OwnerMap
 from freescale.kernels.planning.native_batch import NativeBatchPlan
-from freescale.kernels.planning.planned_batch import BatchPlan
 from freescale.kernels.planning.reference_batch import ReferenceBatchPlan
 from freescale.runtime.tables.table_exchange import Exchange
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from freescale.compat import dynamo
-from freescale.kernels.planning.planned_batch import ExchangeCounts
+from freescale.kernels.planning.batch_plan import ExchangeCounts
 
 
 class Counts(NamedTuple):
@@ -115,7 +115,7 @@ def no_late_gradients(p: StepPlan) -> LateGradients:
 def plan_rows(
     number: int, arrays: Sequence[torch.Tensor], counts: ExchangeCounts, urgent_entries: int, anchor: torch.Tensor
 ) -> StepPlan:
-    """The forward half. `arrays`: as planned_batch.ROWS_ARRAYS, `anchor`: of the table's type and device."""
+    """The forward half. `arrays`: as batch_plan.ROWS_ARRAYS, `anchor`: of the table's type and device."""
     ids, inverse, order, ends, early_rows, urgent_rows = arrays
     n_urgent, n_early = (int(c.numpy().sum()) for c in (counts.urgent_recv, counts.other_recv))
     row_bytes = anchor.shape[1] * anchor.element_size()
@@ -143,7 +143,7 @@ def plan_rows(
 
 
 def plan_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: ExchangeCounts) -> None:
-    """The backward half. `arrays`: as planned_batch.GRADIENT_ARRAYS."""
+    """The backward half. `arrays`: as batch_plan.GRADIENT_ARRAYS."""
     keys, rows, order, ends, late_index, *late_update = arrays
     # Gradients go to owners, where rows come from.
     p.urgent_gradients = UrgentGradients(keys, rows, order, ends, counts.urgent_recv, counts.urgent_send)

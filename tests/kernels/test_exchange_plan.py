@@ -21,7 +21,7 @@ from freescale.kernels.planning.native_batch import NativeBatchPlan
 from freescale.kernels.planning.rank_mesh import RankMesh
 from freescale.kernels.planning.reference_batch import ReferenceBatchPlan
 from freescale.runtime.tables import step_plan
-from freescale.runtime.tables.plan_upload import PlanMemory
+from freescale.runtime.tables.plan_block import PlanBlock
 
 DIM = 2
 Key = tuple[int, int]  # table, row
@@ -171,20 +171,22 @@ def plan_all(case: Case, threads: Threads, rank: int) -> list[Planned]:
         step = plan_steps(plan, number, ids, planned[-1].step if planned else None)
         planned.append(Planned(asked, rows.split, None, step))
     planned[-1].gradients = exchange_plan.all_urgent(planned[-1].asked)
-    memory = PlanMemory(plan.needed_for_last)
-    _, (last,) = plan.plan_last(memory.address)
-    step_plan.plan_gradients(planned[-1].step, memory.tensors(last.gradients), last.gradient_counts)
+    block = PlanBlock(plan.needed_for_last, torch.device("cpu"))
+    block.fill(plan.plan_last)
+    (last,) = block.exchanges
+    step_plan.plan_gradients(planned[-1].step, block.arrays(last.gradients), last.gradient_counts)
     return planned
 
 
 def plan_steps(plan, number: int, ids: list[torch.Tensor], before: step_plan.StepPlan | None) -> step_plan.StepPlan:
     """The rows of a step; and the gradients of the step before it."""
-    plan.request(0, ids)
-    memory = PlanMemory(plan.needed)
-    _, (planned,) = plan.plan(memory.address)
+    assert plan.request(0, ids) is None
+    block = PlanBlock(plan.needed, torch.device("cpu"))
+    block.fill(plan.plan)
+    (planned,) = block.exchanges
     if before is not None:
-        step_plan.plan_gradients(before, memory.tensors(planned.gradients), planned.gradient_counts)
-    arrays = memory.tensors(planned.rows)
+        step_plan.plan_gradients(before, block.arrays(planned.gradients), planned.gradient_counts)
+    arrays = block.arrays(planned.rows)
     assert torch.equal(arrays[0], torch.cat(ids))
     assert all(t.dtype == torch.int64 and t.stride() == (1,) for t in arrays)
     return step_plan.plan_rows(number, arrays, planned.row_counts, planned.urgent_entries, torch.empty(0, DIM))

@@ -17,26 +17,13 @@ import torch.distributed as dist
 from freescale.kernels.planning import exchange_plan, row_requests
 from freescale.kernels.planning.native_batch import NativeBatchPlan
 from freescale.runtime.lookahead import batch_planning
-from freescale.runtime.lookahead.loop_state import PlannedBatch
+from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planning_connection import PlanningConnection
 from freescale.runtime.samples import batch_balancer
-from freescale.runtime.tables import step_plan
-from freescale.runtime.tables.plan_upload import PlanMemory, Uploader
 from loops import DIM, Training, data, threads
 from ranks import run_ranks
 
 # ---- what one thread hands to the other --------------------------------------------------------------------------
-
-
-class CopyingUploader(Uploader):
-    """As to a device: what the graph reads is not where it was planned."""
-
-    class Memory(PlanMemory):
-        def tensors(self, extents: Any) -> list[torch.Tensor]:
-            return [t.clone() for t in super().tensors(extents)]
-
-    def plan_memory(self, elements: int) -> PlanMemory:
-        return self.Memory(elements)
 
 
 def _read_by_step(planned: PlannedBatch) -> list[Any]:
@@ -55,16 +42,18 @@ def _planned_batches() -> bool:
     group = dist.group.WORLD
     plan = PlanningConnection(group).new_plan([exchange])
     planning = batch_planning.BatchPlanning(data(5), [exchange], group, False, None, plan)
-    planning._uploader = CopyingUploader(torch.device("cpu"))
     handed_out = []
     with contextlib.suppress(batch_planning.EndOfPlanning):
         while True:
             if (planned := planning.advance()) is not None:
+                planned.complete([exchange])
                 handed_out.append((planned, _read_by_step(planned)))
             for planned, read in handed_out:
                 assert all(a is b for a, b in zip(_read_by_step(planned), read, strict=True))
     last = planning.finish()
-    assert last is not None and len(_read_by_step(last)) == len(handed_out[-1][1])
+    assert last is not None
+    last.complete([exchange])
+    assert len(_read_by_step(last)) == len(handed_out[-1][1])
     for planned, read in handed_out:
         assert all(a is b for a, b in zip(_read_by_step(planned), read, strict=True))
     assert len(handed_out) == 4
@@ -143,7 +132,7 @@ def test_a_rank_that_stops_is_an_error_on_the_others(during):
 FAILURES = {
     "before the first exchange": (NativeBatchPlan, "request", 5, IndexError),
     "between exchanges": (NativeBatchPlan, "plan", 5, MemoryError),
-    "after the last exchange": (step_plan, "plan_gradients", 4, TypeError),
+    "after the last exchange": (batch_planning, "PlannedBatch", 5, TypeError),
     "before the first collective": (exchange_plan, "own_requests", 5, IndexError),
     "between two collectives of asking": (row_requests, "all_to_all_cpu", 13, MemoryError),
     "before the answer": (exchange_plan, "collide", 4, MemoryError),

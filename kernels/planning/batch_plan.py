@@ -5,6 +5,7 @@ The arrays of all exchanges stand in one piece of int64 memory, from which one c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,6 +37,14 @@ class Extent(NamedTuple):
     size: int
 
 
+class Copy(NamedTuple):
+    """Addresses, and a number of bytes."""
+
+    to: int
+    from_: int
+    size: int
+
+
 class PlannedExchange(NamedTuple):
     """One exchange of a batch."""
 
@@ -49,18 +58,18 @@ class PlannedExchange(NamedTuple):
 class BatchPlan(Protocol):
     """Plans the batches of a loop, one after the other, with the other ranks."""
 
-    def request(self, status: int, ids: list[torch.Tensor] | None) -> Headers:
-        """Tell the other ranks what this one requests (ids of all features of all exchanges), or, without ids, that it
-        does not go on. Collective."""
+    def request(self, status: int, ids: Sequence[torch.Tensor] | None) -> Headers | None:
+        """Tell the other ranks what this one requests (ids of all features of all exchanges; status 0), or that it does
+        not go on (no ids). Returns None if all ranks go on with valid ids, else what they say. Collective."""
 
     @property
     def needed(self) -> int:
         """So many elements may `plan` write."""
 
-    def plan(self, address: int) -> tuple[int, list[PlannedExchange]]:
+    def plan(self, address: int, copies: Sequence[Copy] = ()) -> tuple[int, list[PlannedExchange]]:
         """When all ranks go on: plan the rows of the batch and the gradients of the one before it. Collective.
 
-        Writes to `address`, and returns how many elements."""
+        Writes to `address`, and returns how many elements. Makes copies too, if there are any to be made."""
 
     @property
     def needed_for_last(self) -> int:

@@ -1,0 +1,58 @@
+"""A batch and its plans, on their way from the planning thread to the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from freescale.runtime.batch_structure import BatchEvent
+from freescale.runtime.tables import step_plan
+from freescale.runtime.tables.plan_block import PlanBlock
+from freescale.runtime.tables.step_plan import StepPlan
+from freescale.runtime.tables.table_exchange import Exchange
+
+
+@dataclass
+class PlannedBatch:
+    """The planning thread does not touch it any more, nor `next`, once it has given it away."""
+
+    number: int
+    batch: Any
+    rows: PlanBlock  # also holds tensors of the batch
+    loader_state: Any = None  # of a loader that has one, when it had given this batch and not the next
+    moved: BatchEvent | None = None  # what the planning thread has brought to the device
+    # When it is known which batch follows:
+    next: PlannedBatch | None = None  # None: the last
+    gradients: PlanBlock | None = None
+    # On the device, one per exchange; empty until the rows are planned there.
+    plans: list[StepPlan] = field(default_factory=list)
+
+    @property
+    def used(self) -> bool:
+        return any(plan.used for plan in self.plans)
+
+    def complete(self, exchanges: list[Exchange]) -> None:
+        """Make its plans, and those of the rows of the next batch. In the training thread, when it is handed out."""
+        self._plan_rows(exchanges)
+        if self.next is not None:
+            self.next._plan_rows(exchanges)
+        assert self.gradients is not None
+        self.gradients.upload()
+        for i, (plan, planned) in enumerate(zip(self.plans, self.gradients.exchanges, strict=True)):
+            step_plan.plan_gradients(plan, self.gradients.arrays(planned.gradients), planned.gradient_counts)
+            plan.last = self.next is None
+            plan.next = step_plan.plan_without_rows(plan) if self.next is None else self.next.plans[i]
+        # What follows is the loop's affair; without this, every batch would keep all later ones.
+        self.next = self.gradients = None
+
+    def _plan_rows(self, exchanges: list[Exchange]) -> None:
+        if self.plans:
+            return
+        if self.moved is not None:
+            self.moved.wait()
+        self.rows.upload()
+        self.batch = self.rows.unpack(self.batch)
+        for x, planned in zip(exchanges, self.rows.exchanges, strict=True):
+            arrays = self.rows.arrays(planned.rows)
+            counts, entries, anchor = planned.row_counts, planned.urgent_entries, x.anchor.detach()
+            self.plans.append(step_plan.plan_rows(self.number, arrays, counts, entries, anchor))
