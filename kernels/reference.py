@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from freescale.compat import distributed
+from freescale.compat import distributed, dynamo
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LATE, lib
 from freescale.kernels.planning import exchange_plan, row_requests
@@ -113,7 +113,7 @@ def expect_ids(token, ids, planned, step, table):
         f"freescale: {table}: the ids that reached the model are not those of batch {int(step)}, which is the next "
         "that the LookaheadLoader handed out; pass each of its batches to the model once, in order"
     )
-    got = torch.cat([i.long() for i in ids])
+    got = torch.cat([i.long() for i in ids]) if len(ids) != 1 else ids[0].long()
     if got.shape != planned.shape:
         raise RuntimeError(f"{message} (planned {planned.shape[0]} ids, found {got.shape[0]})")
     if got.is_cuda:
@@ -134,5 +134,5 @@ for _fn in (
     checked_rows,
     expect_ids,
 ):
-    # disable: where a user's graph breaks, Dynamo must not try to compile the inside of an op
-    lib.impl(_fn.__name__, torch.compiler.disable(_fn), "CompositeExplicitAutograd")
+    # untraced: where a user's graph breaks, Dynamo must not try to compile the inside of an op
+    lib.impl(_fn.__name__, dynamo.untraced(_fn), "CompositeExplicitAutograd")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from freescale.compat import dynamo
 from freescale.kernels import reference
 from freescale.kernels.ops.schemas import lib
 
@@ -114,6 +115,6 @@ def _check(name: str, matrix: torch.Tensor, **indices: torch.Tensor) -> None:
             )
 
 
-# disable: where a user's graph breaks, Dynamo must not try to compile the inside of an op
-lib.impl("pack_rows", torch.compiler.disable(pack_rows), "CompositeExplicitAutograd")
-lib.impl("sum_rows", torch.compiler.disable(sum_rows), "CUDA")
+# untraced: where a user's graph breaks, Dynamo must not try to compile the inside of an op
+lib.impl("pack_rows", dynamo.untraced(pack_rows), "CompositeExplicitAutograd")
+lib.impl("sum_rows", dynamo.untraced(sum_rows), "CUDA")

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from freescale.compat.triton_launch import launch
 from freescale.kernels.reference import RUN_LENGTH
 
 SUM, SGD, ADAGRAD = 0, 1, 2
@@ -247,7 +248,7 @@ def gather(source: torch.Tensor, index: torch.Tensor, tile: int = 4096, warps: i
         whole = triton.next_power_of_2(dim)
         columns = min(whole, tile // source.element_size())
         rows = max(1, tile // source.element_size() // columns)
-        _gather[(triton.cdiv(n, rows),)](source, index, out, n, dim, rows, columns, num_warps=warps)
+        launch(_gather, (triton.cdiv(n, rows),), source, index, out, n, dim, rows, columns, num_warps=warps)
     return out
 
 
@@ -283,7 +284,7 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
     index = tl.int32 if n + 3 * grid[0] * segments < 2**31 else tl.int64
     # A product and a sum must not become one instruction that rounds once: the reference rounds twice.
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    _short_segments[grid](*args, dim, mode, LONG_SEGMENT, segments, columns, unroll, index, **options)
+    launch(_short_segments, grid, *args, dim, mode, LONG_SEGMENT, segments, columns, unroll, index, **options)
     entries = order.shape[0]
     most = entries if longest is None else min(longest, entries)
     if most <= LONG_SEGMENT:
@@ -293,10 +294,10 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
     if most > RUN_LENGTH:
         windows = triton.cdiv(entries, RUN_LENGTH)
         sums = x.new_empty((2 * windows, dim), dtype=torch.float32)
-        _sum_runs[(windows,)](x, order, ends, sums, n, entries, dim, RUN_LENGTH, columns, LONG_UNROLL, **options)
-    _long_segments[(min(SCAN_PROGRAMS, n),)](
-        *args, sums, dim, mode, LONG_SEGMENT, RUN_LENGTH, 256, columns, LONG_UNROLL, **options
-    )
+        constants = dim, RUN_LENGTH, columns, LONG_UNROLL
+        launch(_sum_runs, (windows,), x, order, ends, sums, n, entries, *constants, **options)
+    constants = dim, mode, LONG_SEGMENT, RUN_LENGTH, 256, columns, LONG_UNROLL
+    launch(_long_segments, (min(SCAN_PROGRAMS, n),), *args, sums, *constants, **options)
 
 
 @functools.lru_cache

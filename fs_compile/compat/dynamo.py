@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,18 @@ def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
 def leave_graph(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Dynamo never traces `fn`: a graph ends before it; where it must not end, torch's error says `reason`."""
     return torch._dynamo.disable(reason=reason)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compiler.disable, which costs nothing where Dynamo is off anyway: in whatever a compiled graph calls."""
+    disabled = torch.compiler.disable(fn)
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+    @functools.wraps(fn)
+    def call(*args: Any) -> Any:
+        return fn(*args) if callback() is None else disabled(*args)
+
+    return call
 
 
 def mark_static(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -80,6 +93,7 @@ def probe() -> None:
     assert callable(torch._dynamo.assume_constant_result) and callable(leave_graph(""))
     with torch.inference_mode(), autograd_inside_op():
         assert (torch.zeros(1, requires_grad=True) * 2).requires_grad
+    assert torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False)
     marked = torch.zeros(1)
     torch._dynamo.mark_static(marked)
     assert marked._dynamo_static_indices == {0}  # type: ignore[attr-defined]

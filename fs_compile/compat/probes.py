@@ -12,6 +12,7 @@ from freescale.compat import (
     compiled_modules,
     cuda,
     distributed,
+    dlpack,
     dynamo,
     dynamo_settings,
     fbgemm,
@@ -19,12 +20,13 @@ from freescale.compat import (
     inductor,
     logs,
     torchrec,
+    triton_launch,
     version,
 )
 
 PROBED = (
-    version, distributed, dynamo, dynamo_settings, compiled_modules, inductor, fx_values, logs, cuda, backports, fbgemm,
-    torchrec,
+    version, distributed, dynamo, dynamo_settings, compiled_modules, inductor, fx_values, logs, cuda, dlpack,
+    triton_launch, backports, fbgemm, torchrec,
 )  # fmt: skip
 
 

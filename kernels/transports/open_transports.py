@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from freescale.compat import distributed
+from freescale.compat import distributed, dynamo
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import COPY_TRANSPORTS, lib
 from freescale.kernels.transports import launch_record
@@ -74,7 +74,7 @@ def _implement_launches(name: str) -> None:
         return launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, group_name)
 
     for fn in (all_to_all_launch, all_to_all_rows_launch):
-        lib.impl(f"{fn.__name__}_{name}", torch.compiler.disable(fn), "CompositeExplicitAutograd")
+        lib.impl(f"{fn.__name__}_{name}", dynamo.untraced(fn), "CompositeExplicitAutograd")
 
 
 for _name in COPY_TRANSPORTS:

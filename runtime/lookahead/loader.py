@@ -188,7 +188,9 @@ class LookaheadLoader:
             loop.planning_failed, loop.why_planning_failed = lambda: planner.failed, planner.why_failed
             while (planned := planner.take()) is not None:
                 self._coordinator.stack.require_innermost(loop)
-                yield self._hand_out(loop, planned, balancer)
+                batch = self._hand_out(loop, planned, balancer)
+                planner.plan_another()
+                yield batch
             self._loader_state = None
         except GeneratorExit:  # `break`, or an exception in the loop
             defer_errors = True

@@ -54,5 +54,5 @@ class PlannedBatch:
         self.batch = self.rows.unpack(self.batch)
         for x, planned in zip(exchanges, self.rows.exchanges, strict=True):
             arrays = self.rows.arrays(planned.rows)
-            counts, entries, anchor = planned.row_counts, planned.urgent_entries, x.anchor.detach()
-            self.plans.append(step_plan.plan_rows(self.number, arrays, counts, entries, anchor))
+            counts, entries = planned.row_counts, planned.urgent_entries
+            self.plans.append(step_plan.plan_rows(self.number, arrays, counts, entries, x.anchor))

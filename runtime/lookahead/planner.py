@@ -86,8 +86,12 @@ class Planner:
                 self._check_thread()
         if isinstance(item, BaseException):
             raise item
-        self._orders.put(True)
         return item
+
+    def plan_another(self) -> None:
+        """A batch was taken. Called when the thread that took it has nothing to do with it any more: until then, they
+        would compete for Python's lock."""
+        self._orders.put(True)
 
     def _check_thread(self) -> None:
         number, since = self._planning.number, self._planning.busy_since

@@ -6,13 +6,13 @@ stream: that takes it less time than to wait for the lock while another thread d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import dlpack
 
+from freescale.compat import dlpack
 from freescale.kernels.planning import native_plan
 from freescale.kernels.planning.batch_plan import ALIGNMENT, Copy, Extent, PlannedExchange
 from freescale.runtime import batch_structure
@@ -56,35 +56,38 @@ class PlanBlock:
     def upload(self) -> None:
         """On the current stream of the device, once."""
         if self._device.type != "cpu" and self._memory is None:
-            used = self._first + self._used
-            self._memory = torch.empty(used, dtype=torch.int64, device=self._device)
-            self._memory.copy_(self._host[:used], non_blocking=True)
+            self._memory = self._host[: self._first + self._used].to(self._device, non_blocking=True)
 
-    def arrays(self, extents: Iterable[Extent]) -> list[torch.Tensor]:
+    def arrays(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
         """Arrays of the plans, as tensors on the device."""
         first = self._first
         if self._memory is None:
             return [native_plan.tensor(self._array[first + begin : first + begin + size]) for begin, size in extents]
-        return [self._own_storage(first + begin, size) for begin, size in extents]
+        return self._own_storages([(first + begin, size) for begin, size in extents])
 
     def unpack(self, batch: Any) -> Any:
         """The batch with its tensors on the device."""
         return _replace_packable(batch, self._tensors_on_device()) if self._tensors else batch
 
     def _tensors_on_device(self) -> Iterator[torch.Tensor]:
-        for place, t in zip(self._places, self._tensors, strict=True):
-            if t.nbytes == 0:
-                yield torch.empty_like(t, device=self._device)
-            else:
-                elements = -(-t.nbytes // _ELEMENT)
-                yield self._own_storage(place, elements).view(torch.uint8)[: t.nbytes].view(t.dtype).view(t.shape)
+        extents = [(place, -(-t.nbytes // _ELEMENT)) for place, t in zip(self._places, self._tensors, strict=True)]
+        for t, on_device in zip(self._tensors, self._own_storages(extents), strict=True):
+            if t.dtype != torch.int64:
+                if t.nbytes % _ELEMENT:
+                    on_device = on_device.view(torch.uint8)[: t.nbytes]
+                on_device = on_device.view(t.dtype)
+            yield on_device if t.dim() == 1 else on_device.view(t.shape)
 
-    def _own_storage(self, begin: int, size: int) -> torch.Tensor:
-        """A part of the memory, as a tensor that is no view: to a compiled graph, views of one storage are related."""
-        assert self._memory is not None
-        if size == 0:
-            return self._memory.new_empty(0)
-        return dlpack.from_dlpack(dlpack.to_dlpack(self._memory[begin : begin + size]))
+    def _own_storages(self, extents: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Parts of the memory, as tensors that are no views: to a compiled graph, views of one storage are related."""
+        memory, sizes, end = self._memory, [], 0
+        assert memory is not None
+        for begin, size in sorted(extents):
+            sizes += [begin - end, size]
+            end = begin + size
+        parts = memory.split_with_sizes([*sizes, memory.shape[0] - end])[1::2]  # one op for all
+        by_extent = dict(zip(sorted(extents), parts, strict=True))
+        return [dlpack.detached(by_extent[e]) if e[1] else memory.new_empty(0) for e in extents]
 
 
 def packable_tensors(batch: Any, device: torch.device) -> list[torch.Tensor]:

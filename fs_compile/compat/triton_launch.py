@@ -1,0 +1,63 @@
+"""Launches of Triton kernels without what JITFunction does before each: it takes longer than the driver's launch.
+
+JITFunction inspects and specializes every argument, each time, to find the kernel that it compiled for such arguments.
+Here a few facts are enough: arguments that are not constants must be tensors, None, floats, or integers that the kernel
+does not specialize (do_not_specialize).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from freescale.compat import cuda
+
+_INT32 = range(-(2**31), 2**31)
+_compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int], *args: Any, **options: Any) -> None:
+    """kernel[grid](*args, **options), on the current device and stream."""
+    if not hasattr(kernel, "device_caches") or _is_watched(kernel):  # in the interpreter, or under a profiler
+        kernel[grid](*args, **options)
+        return
+    device = torch._C._cuda_getDevice()
+    facts = (a if p.is_constexpr else _fact(a) for a, p in zip(args, kernel.params, strict=True))
+    key = kernel, device, *facts, *options.values()
+    found = _compiled.get(key)
+    if found is None:
+        compiled = kernel[grid](*args, **options)
+        if hasattr(compiled, "packed_metadata"):  # not while it is being compiled elsewhere
+            _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+        return
+    run, function, metadata = found
+    run(grid[0], 1, 1, cuda.current_stream_handle(device), function, metadata, None, None, None, *args)
+
+
+def _fact(argument: Any) -> Any:
+    """What a compiled kernel depends on."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return argument in _INT32 if isinstance(argument, int) else type(argument)
+
+
+def _is_watched(kernel: Any) -> bool:
+    from triton import knobs
+
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(kernel.pre_run_hooks) or any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def probe() -> None:
+    """Raise if a private name that is used here is gone. Cheap, needs no GPU."""
+    try:
+        from triton import knobs
+        from triton.compiler.compiler import CompiledKernel
+        from triton.runtime.jit import JITFunction, KernelParam
+    except ImportError:
+        return  # without Triton nobody launches
+    assert hasattr(knobs.runtime, "launch_enter_hook") and hasattr(knobs.runtime, "launch_exit_hook")
+    assert hasattr(KernelParam, "is_constexpr") and hasattr(CompiledKernel, "run")
+    assert "launch_metadata" in JITFunction.run.__code__.co_names
+    assert hasattr(torch._C, "_cuda_getDevice") or not torch.backends.cuda.is_built()
