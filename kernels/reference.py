@@ -113,12 +113,14 @@ def expect_ids(token, ids, planned, step, table):
         f"freescale: {table}: the ids that reached the model are not those of batch {int(step)}, which is the next "
         "that the LookaheadLoader handed out; pass each of its batches to the model once, in order"
     )
-    got = torch.cat([i.long() for i in ids]) if len(ids) != 1 else ids[0].long()
+    got = torch.cat([i.long() for i in ids]) if len(ids) != 1 else ids[0]
     if got.shape != planned.shape:
         raise RuntimeError(f"{message} (planned {planned.shape[0]} ids, found {got.shape[0]})")
     if got.is_cuda:
-        torch._assert_async((got == planned).all(), message)
-    elif not torch.equal(got, planned):
+        from freescale.kernels import row_kernels
+
+        torch._assert_async(row_kernels.equal_ids(got, planned), message)
+    elif not torch.equal(got.long(), planned):
         raise RuntimeError(message)
     return torch.empty_like(token)
 

@@ -46,6 +46,15 @@ def sum_rows(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.
     return row_kernels_triton.sum_segments(x.contiguous(), order, ends)
 
 
+def equal_ids(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whether a == b everywhere, as a bool on the device. Integers [n], of one length."""
+    if not (a.is_cuda and a.is_contiguous() and b.is_contiguous()):
+        return (a == b).all()
+    from freescale.kernels import row_kernels_triton
+
+    return row_kernels_triton.equal(a, b)
+
+
 def update_rows(
     weight: torch.Tensor, momentum: torch.Tensor | None, grad: torch.Tensor, rows: torch.Tensor,
     order: torch.Tensor, ends: torch.Tensor, lr: float, eps: float, optimizer: str, longest: int | None = None,

@@ -252,6 +252,24 @@ def gather(source: torch.Tensor, index: torch.Tensor, tile: int = 4096, warps: i
     return out
 
 
+@triton.jit(do_not_specialize=["n"])
+def _equal(a, b, out, n, BLOCK: tl.constexpr):
+    """One program: so nobody has to set `out` beforehand."""
+    differ = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, n, BLOCK):
+        position = first + tl.arange(0, BLOCK).to(tl.int64)
+        inside = position < n
+        differ |= (tl.load(a + position, mask=inside) != tl.load(b + position, mask=inside)).to(tl.int32) & inside
+    tl.store(out, tl.max(differ, 0) == 0)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whether two contiguous tensors of integers of one length are equal, as a bool on the device."""
+    out = torch.empty((), dtype=torch.bool, device=a.device)
+    launch(_equal, (1,), a, b, out, a.shape[0], 8192, num_warps=16)
+    return out
+
+
 def sum_segments(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((ends.shape[0], x.shape[1]))
     _launch(x, order, ends, out, None, None, None, 0.0, 0.0, SUM)
@@ -294,8 +312,8 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
     if most > RUN_LENGTH:
         windows = triton.cdiv(entries, RUN_LENGTH)
         sums = x.new_empty((2 * windows, dim), dtype=torch.float32)
-        constants = dim, RUN_LENGTH, columns, LONG_UNROLL
-        launch(_sum_runs, (windows,), x, order, ends, sums, n, entries, *constants, **options)
+        of_runs = dim, RUN_LENGTH, columns, LONG_UNROLL
+        launch(_sum_runs, (windows,), x, order, ends, sums, n, entries, *of_runs, **options)
     constants = dim, mode, LONG_SEGMENT, RUN_LENGTH, 256, columns, LONG_UNROLL
     launch(_long_segments, (min(SCAN_PROGRAMS, n),), *args, sums, *constants, **options)
 

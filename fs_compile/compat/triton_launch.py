@@ -7,6 +7,7 @@ does not specialize (do_not_specialize).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,16 +15,20 @@ import torch
 from freescale.compat import cuda
 
 _INT32 = range(-(2**31), 2**31)
+_is_constant: dict[Any, tuple[bool, ...]] = {}  # of each kernel: its parameters
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int], *args: Any, **options: Any) -> None:
     """kernel[grid](*args, **options), on the current device and stream."""
-    if not hasattr(kernel, "device_caches") or _is_watched(kernel):  # in the interpreter, or under a profiler
+    constants = _is_constant.get(kernel)
+    if constants is None:
+        constants = _is_constant[kernel] = tuple(p.is_constexpr for p in getattr(kernel, "params", ()))
+    if not constants or _is_watched(kernel):  # in the interpreter, or under a profiler
         kernel[grid](*args, **options)
         return
     device = torch._C._cuda_getDevice()
-    facts = (a if p.is_constexpr else _fact(a) for a, p in zip(args, kernel.params, strict=True))
+    facts = [a if constant else _fact(a) for a, constant in zip(args, constants, strict=True)]
     key = kernel, device, *facts, *options.values()
     found = _compiled.get(key)
     if found is None:
@@ -32,6 +37,7 @@ def launch(kernel: Any, grid: tuple[int], *args: Any, **options: Any) -> None:
             _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
         return
     run, function, metadata = found
+    assert cuda.current_stream_handle is not None
     run(grid[0], 1, 1, cuda.current_stream_handle(device), function, metadata, None, None, None, *args)
 
 
@@ -43,10 +49,16 @@ def _fact(argument: Any) -> Any:
 
 
 def _is_watched(kernel: Any) -> bool:
+    runtime = _runtime_settings()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+@cache
+def _runtime_settings() -> Any:
     from triton import knobs
 
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(kernel.pre_run_hooks) or any(getattr(hook, "calls", hook) for hook in hooks)
+    return knobs.runtime
 
 
 def probe() -> None:

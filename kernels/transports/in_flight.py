@@ -12,6 +12,8 @@ import torch
 
 from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, level_of
 
+_MANY = 3  # messages; asking the device about them takes as long as launching one
+
 
 @dataclass(slots=True)
 class Message:
@@ -41,10 +43,10 @@ class InFlight:
             return sorted((m for messages in self._by_level for m in messages), key=lambda m: m.number)
 
     def add(self, message: Message) -> None:
-        """Also forgets the oldest message of each priority, if it has finished: the list stays short, and to launch
-        costs the same however many are in flight."""
+        """Also forgets the oldest message of a priority that has many, if it has finished: the list stays short, and to
+        launch costs the same however many are in flight."""
         with self._lock:
-            oldest = [messages for messages in self._by_level if messages]
+            oldest = [messages for messages in self._by_level if len(messages) > _MANY]
             if oldest:
                 assert self.are_done is not None
                 for messages, done in zip(oldest, self.are_done([m[0].done for m in oldest]), strict=True):

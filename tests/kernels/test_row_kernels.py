@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,20 @@ def gathers_rows(device: str) -> None:
             index = torch.randint(0, 50, (n,), device=device)
             for tile in (64, 4096):  # 64 bytes: a row is gathered in several pieces
                 assert torch.equal(row_kernels_triton.gather(source, index, tile=tile), source[index])
+
+
+def compares_ids(device: str) -> None:
+    from freescale.kernels import row_kernels_triton
+
+    for n in (0, 1, 17, 8192, 20001):
+        a = torch.randint(0, 2**40, (n,)).to(device)
+        assert bool(row_kernels_triton.equal(a, a.clone()))
+        for place in {0, n // 2, n - 1} if n else ():
+            b = a.clone()
+            b[place] += 1
+            assert not bool(row_kernels_triton.equal(a, b))
+        narrow = torch.randint(0, 9, (n,), dtype=torch.int32).to(device)
+        assert bool(row_kernels_triton.equal(narrow, narrow.long()))
 
 
 def sums_segments_bit_for_bit(device: str) -> None:
@@ -202,6 +217,7 @@ def random_segments_of_short_runs(device: str) -> None:
 
 
 CASES = [
+    compares_ids,
     gathers_rows,
     sums_segments_bit_for_bit,
     sums_segments_of_several_runs_bit_for_bit,
@@ -339,6 +355,15 @@ class TestKernelsOnGpu(OnGpu):
         for some in ((at[:cut], order[:first], ends[:cut]), (at[cut:], order[first:], ends[cut:] - first)):
             row_kernels.update_rows(*parts, grad, *some, 0.1, 1e-8, "rowwise_adagrad")
         assert torch.equal(weight, parts[0]) and torch.equal(momentum, parts[1])
+
+    def test_launches_are_those_of_triton(self):
+        """Arguments of other types, alignments and sizes are other kernels, in any order."""
+        for _ in range(2):
+            for dtype, dim, shift in itertools.product(TYPES, (8, 24), (0, 1)):
+                source = torch.randn(1000, dim, device="cuda").to(dtype)
+                whole = torch.randint(0, 1000, (301,), device="cuda")
+                index = whole[shift:]  # 8 bytes from the beginning: not aligned to 16
+                assert torch.equal(row_kernels.pack_rows(source, index), source[index])
 
     def test_offsets_beyond_int32(self):
         dim, n = 64, 36_000_000  # 2.3 billion elements
