@@ -88,7 +88,7 @@ training=tests/kernels/test_gpu.py::test_every_transport_gives_the_same_bits
 start tests_transports_4 1 400 "${gpu[@]}" "${training}[4]"
 start tests_nccl 1 400 "${gpu[@]}" tests/kernels/test_nccl.py
 start tests_transports_2 1 400 "${gpu[@]}" "${training}[2]"
-start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py --deselect "$training"
+start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py tests/runtime/tables/test_plan_block.py --deselect "$training"
 start transports 1 300 "${gpu[@]}" tests/kernels/test_transports.py
 start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
 start hstu 1 200 "${gpu[@]}" tests/models/test_hstu_attention.py tests/benchmarks/test_hstu_attention_benchmark.py
