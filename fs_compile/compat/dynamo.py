@@ -69,6 +69,19 @@ def outside_inference_mode() -> Iterator[None]:
         yield
 
 
+def runs_outside_inference_mode(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a whole function, which costs nothing where there is no such mode."""
+
+    @functools.wraps(fn)
+    def call(*args: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return fn(*args)
+        with outside_inference_mode():
+            return fn(*args)
+
+    return call
+
+
 @contextlib.contextmanager
 def autograd_inside_op() -> Iterator[None]:
     """Autograd works inside an op, also where a dispatch mode around it, or inference mode, has switched it off.

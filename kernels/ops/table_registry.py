@@ -76,11 +76,15 @@ def table_for_update(name: str, late: bool) -> Iterator[ShardedTable]:
     current = table.settings()
     if not late:
         last_step_settings[name] = current
-    table.set_settings(last_step_settings.get(name, current))
-    try:
+    settings = last_step_settings.get(name, current)
+    if settings == current:
         yield table
-    finally:
-        table.set_settings(current)
+    else:
+        table.set_settings(settings)
+        try:
+            yield table
+        finally:
+            table.set_settings(current)
     update_counts[name] += 1
     backward_update_counts[name] += not late
 

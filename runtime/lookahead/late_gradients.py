@@ -51,7 +51,7 @@ def apply(exchange: Exchange, plan: StepPlan) -> None:
 
 def refuse_backward(plan: StepPlan, after: str) -> None:
     """A backward pass of a step whose late gradients nobody will fetch any more must not go by in silence."""
-    number, slot = int(plan.step), plan.late_slot
+    number, slot = plan.number, plan.late_slot
 
     def refuse(grad: torch.Tensor) -> None:
         raise RuntimeError(

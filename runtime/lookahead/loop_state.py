@@ -61,7 +61,7 @@ class LoopState:
     def batch_number(self) -> int:
         return -1 if self.current is None else self.current.number
 
-    @dynamo.outside_inference_mode()
+    @dynamo.runs_outside_inference_mode
     def hand_out(self, planned: PlannedBatch) -> None:
         """Its batch goes to the user."""
         planned.complete(self.exchanges)
@@ -91,7 +91,7 @@ class LoopState:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    @dynamo.outside_inference_mode()
+    @dynamo.runs_outside_inference_mode
     def begin_step(self) -> None:
         """The batch handed out last is about to go through the model, on every rank."""
         assert self.current is not None
@@ -114,7 +114,7 @@ class LoopState:
             x.freescale_plan = plan
         self._updates_before = [table_registry.update_counts[x.name] for x in self.exchanges]
 
-    @dynamo.outside_inference_mode()
+    @dynamo.runs_outside_inference_mode
     def end_forward(self) -> None:
         """The forward pass of the step is over, or has failed. Nothing where no step has begun."""
         if self._updates_before is None or self.current is None:
@@ -150,14 +150,14 @@ class LoopState:
     @property
     def pending(self) -> int:
         """The step whose gradients are pending, -1 if none are; the same on every rank at the same place."""
-        return max((int(plan.step) for _, plan in self._pending()), default=-1)
+        return max((plan.number for _, plan in self._pending()), default=-1)
 
     @property
     def incomplete(self) -> int:
         """The step whose backward pass is incomplete, -1 if none is; the ranks may differ."""
-        return max((int(plan.step) for _, plan in self._incomplete()), default=-1)
+        return max((plan.number for _, plan in self._incomplete()), default=-1)
 
-    @dynamo.outside_inference_mode()
+    @dynamo.runs_outside_inference_mode
     def apply_pending(self) -> None:
         """Send and apply what is pending. Every rank does so at the same place."""
         open_transports.check()
@@ -176,7 +176,7 @@ class LoopState:
             computed, owned = plan.late_index.shape[0], plan.late_update.rows.shape[0]
             if computed or owned:
                 tables.append(
-                    f"gradients of step {int(plan.step)} for table {x.name} were not applied: {computed} rows that "
+                    f"gradients of step {plan.number} for table {x.name} were not applied: {computed} rows that "
                     f"this rank computed, {owned} rows that it owns"
                 )
         if tables:

@@ -64,7 +64,8 @@ class LateGradients:
 class StepPlan:
     """One batch of one exchange, in chunks: urgent and early rows; urgent and late gradients."""
 
-    step: torch.Tensor  # [] number of the batch, for errors
+    number: int  # of the batch
+    step: torch.Tensor  # [] the same, for errors of ops
     ids: torch.Tensor  # the ids that were planned
     inverse: torch.Tensor  # position -> place in (early rows, urgent rows)
     order: torch.Tensor  # the requester's duplicates, brought together by ascending key
@@ -120,6 +121,7 @@ def plan_rows(
     n_urgent, n_early = (int(c.numpy().sum()) for c in (counts.urgent_recv, counts.other_recv))
     row_bytes = anchor.shape[1] * anchor.element_size()
     return StepPlan(
+        number=number,
         step=torch.from_numpy(np.array(number)),
         ids=ids,
         inverse=inverse,
@@ -164,6 +166,7 @@ def plan_without_rows(p: StepPlan) -> StepPlan:
     index = p.ids.new_empty(0)
     zero = torch.zeros_like(p.urgent.send_counts)
     return StepPlan(
+        number=p.number + 1,
         step=p.step + 1,
         ids=index,
         inverse=index,
