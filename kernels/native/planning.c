@@ -215,15 +215,18 @@ i64 intersect(workspace *w, const i64 *a, i64 size_a, const i64 *b, i64 size_b, 
     i64 largest = 0;
     for (i64 i = 0; i < size_a; i++) largest = a[i] > largest ? a[i] : largest;
     for (i64 i = 0; i < size_b; i++) largest = b[i] > largest ? b[i] : largest;
-    if (largest / 64 <= size_a + size_b) { /* a byte for each */
-        uint8_t *seen = room(&w->table, largest + 1);
-        if (!seen) return NO_MEMORY;
-        memset(seen, 0, largest + 1);
-        for (i64 i = 0; i < size_a; i++) seen[a[i]] = 1;
-        for (i64 i = 0; i < size_b; i++) in_a[i] = seen[b[i]] != 0;
-        for (i64 i = 0; i < size_b; i++)
-            if (in_a[i]) seen[b[i]] = 2;
-        for (i64 i = 0; i < size_a; i++) in_b[i] = seen[a[i]] == 2;
+    if (largest / 512 <= size_a + size_b) { /* a bit for each, in two sets: in a; in both */
+        size_t words = largest / 64 + 1;
+        u64 *first = room(&w->table, 2 * words * sizeof(u64)), *both = first + words;
+        if (!first) return NO_MEMORY;
+        memset(first, 0, 2 * words * sizeof(u64));
+        for (i64 i = 0; i < size_a; i++) first[a[i] >> 6] |= (u64)1 << (a[i] & 63);
+        for (i64 i = 0; i < size_b; i++) {
+            u64 hit = first[b[i] >> 6] >> (b[i] & 63) & 1;
+            in_a[i] = (uint8_t)hit;
+            both[b[i] >> 6] |= hit << (b[i] & 63);
+        }
+        for (i64 i = 0; i < size_a; i++) in_b[i] = both[a[i] >> 6] >> (a[i] & 63) & 1;
         return 0;
     }
     /* few of many: an open hash table of numbers, in which -1 is an empty place, and a mark for each place */
