@@ -44,6 +44,7 @@ class Facts:
     process_groups: dict[str, bool] = field(default_factory=dict)
     transports: dict[str, str] = field(default_factory=dict)  # "yes", or "no: " and the reason
     tables: dict[str, str] = field(default_factory=dict)  # the same
+    c_code: dict[str, str] = field(default_factory=dict)  # the same; without it Python does the same, more slowly
     settings: dict[str, Any] | None = None  # None: a flag is bad
     missing: list[Missing] = field(default_factory=list)
 
@@ -72,6 +73,7 @@ def examine() -> Facts:
     else:
         _examine_torch(facts, torch)
         _examine_triton(facts)
+        _examine_c_code(facts)
     _examine_tables(facts)
     _examine_install(facts)
     try:
@@ -140,6 +142,17 @@ def _examine_triton(facts: Facts) -> None:
         facts.missing.append(
             Missing("a C++ compiler: Inductor needs one", "Install g++, or set FREESCALE_CODEGEN=eager.")
         )
+
+
+def _examine_c_code(facts: Facts) -> None:
+    from freescale.kernels.native import build
+
+    for purpose, files in build.LIBRARIES.items():
+        why = build.problem(*files)
+        facts.c_code[purpose] = "yes" if why is None else f"no: {why}"
+    if any(found != "yes" for found in facts.c_code.values()):
+        remedy = "Install gcc or clang: without it Python does the same more slowly, and holds its lock."
+        facts.missing.append(Missing("a C compiler that builds freescale's C code", remedy))
 
 
 def _examine_tables(facts: Facts) -> None:
@@ -220,6 +233,7 @@ def in_words(facts: Facts) -> str:
         "Process-group backends": [f"{k}: {yes_no[v]}" for k, v in facts.process_groups.items()] or ["none"],
         "Transports": [f"{k}: {v}" for k, v in facts.transports.items()] or ["none"],
         "Tables": [f"{k}: {v}" for k, v in facts.tables.items()],
+        "C code": [f"{k}: {v}" for k, v in facts.c_code.items()] or ["none"],
         "Settings": _aligned({k: int(v) if isinstance(v, bool) else v for k, v in settings.items()}),
         "Missing": [f"{m.what.rstrip('.')}. {m.remedy}" for m in facts.missing] or ["Nothing is missing."],
     }

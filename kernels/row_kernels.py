@@ -2,6 +2,7 @@
 
     pack_rows      rows of a table, one after another, for all peers at once
     sum_rows       sums of rows in a fixed order (defined in reference.py; here it gets its GPU implementation)
+    expect_ids     are ids those of the plan? (defined in reference.py)
     update_rows    sum_rows, then one step of SGD or row-wise Adagrad on the rows, in place, in one pass over memory
 
 On a GPU rows of float32, bfloat16 and float16 are the Triton kernels' (row_kernels_triton.py), which never wait for the
@@ -46,13 +47,15 @@ def sum_rows(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.
     return row_kernels_triton.sum_segments(x.contiguous(), order, ends)
 
 
-def equal_ids(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Whether a == b everywhere, as a bool on the device. Integers [n], of one length."""
-    if not (a.is_cuda and a.is_contiguous() and b.is_contiguous()):
-        return (a == b).all()
+def expect_ids(token, ids, planned, step, table):
+    """reference.expect_ids, with one kernel that compares."""
     from freescale.kernels import row_kernels_triton
 
-    return row_kernels_triton.equal(a, b)
+    def equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return row_kernels_triton.equal(a.contiguous(), b)
+
+    reference.require_planned(ids, planned, step, table, equal)
+    return torch.empty_like(token)
 
 
 def update_rows(
@@ -127,3 +130,4 @@ def _check(name: str, matrix: torch.Tensor, **indices: torch.Tensor) -> None:
 # untraced: where a user's graph breaks, Dynamo must not try to compile the inside of an op
 lib.impl("pack_rows", dynamo.untraced(pack_rows), "CompositeExplicitAutograd")
 lib.impl("sum_rows", dynamo.untraced(sum_rows), "CUDA")
+lib.impl("expect_ids", dynamo.untraced(expect_ids), "CUDA")

@@ -21,6 +21,12 @@ from freescale.compat import inductor
 
 log = logging.getLogger(__name__)
 
+# What each is for, and the names of its files.
+LIBRARIES = {
+    "planning": ("planning", "batch_plan", "mesh"),
+    "meetings of ranks": ("status_board",),
+    "launches of staged and peer": ("transfers",),
+}
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-Wall")  # no -march: hosts of a cluster may share the folder
 _SECONDS = 120
@@ -42,6 +48,15 @@ def load(*names: str) -> ctypes.CDLL | None:
             error,
         )
         return None
+
+
+def problem(*names: str) -> str | None:
+    """Why there is no such library, in words; None where there is one."""
+    try:
+        _built([Path(__file__).parent / f"{name}.c" for name in names])
+        return None
+    except (CannotBuild, OSError) as error:
+        return str(error)
 
 
 def _built(sources: list[Path]) -> Path:

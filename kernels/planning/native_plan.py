@@ -39,7 +39,7 @@ _SIGNATURES = {  # P: pointer, n: number, d: double, v: nothing; the result come
 @cache
 def library() -> Any:
     """The compiled functions; None where they cannot be built."""
-    functions = build.load("planning", "batch_plan", "mesh")
+    functions = build.load(*build.LIBRARIES["planning"])
     if functions is not None:
         types = {"P": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double, "v": None}
         for name, kinds in _SIGNATURES.items():

@@ -67,6 +67,7 @@ def test_words(doctors):
     else:
         assert "staged: yes" in lines
     assert "native: yes" in lines
+    assert "planning: yes" in lines and "meetings of ranks: yes" in lines
     assert "FREESCALE_TIMEOUT 7.0" in lines
     assert any(line.startswith("TorchRec: ") for line in lines)
     assert any(line.startswith("CPU: ") for line in lines)
@@ -100,6 +101,15 @@ def no_torchrec(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchrec.distributed.embedding", None)
     for name in [v for v in os.environ if v.startswith("FREESCALE_")]:
         monkeypatch.delenv(name)
+
+
+def test_no_compiler(no_torchrec, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "planning: no: none of cc, gcc, clang is on the PATH" in said
+    assert "a C compiler that builds freescale's C code. Install gcc or clang" in said
 
 
 def test_torch_that_is_not_supported(no_torchrec, monkeypatch, capsys):
