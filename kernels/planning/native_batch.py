@@ -52,7 +52,8 @@ class NativeBatchPlan:
         self._kept = owners  # a copy of a structure does not keep what it points to
         address = functions.fs_new_batch_plan(mesh.address, mesh.world, len(owners), ctypes.addressof(self._owners))
         self._address = native_plan.require_memory(address)
-        weakref.finalize(self, functions.fs_free_batch_plan, self._address)
+        # Not at exit: a thread may still be waiting in C.
+        weakref.finalize(self, functions.fs_free_batch_plan, self._address).atexit = False
         self._results = (_Result * len(owners))()
         self._headers = np.empty((mesh.world, 1 + 3 * len(owners)), dtype=np.int64)
         self._ids: native_plan.FeatureIds | None = None  # of the batch that is planned

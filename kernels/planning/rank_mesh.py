@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -41,7 +42,8 @@ class RankMesh:
         numbers = (ctypes.c_int * len(connections))(*(-1 if c is None else c.fileno() for c in connections))
         self.world, self.rank = len(connections), rank
         self.address = native_plan.require_memory(native_plan.library().fs_new_mesh(self.world, rank, numbers))
-        weakref.finalize(self, _close, self.address, self._connections)
+        # Not at exit: a thread may still be waiting in C.
+        weakref.finalize(self, _close, self.address, self._connections).atexit = False
 
     def hang_up(self) -> None:
         """What the others wait for fails at once, and what this rank waits for too."""
@@ -56,36 +58,60 @@ def _close(address: int, connections: list[socket.socket]) -> None:
         connection.close()
 
 
+class _Place(NamedTuple):
+    """Where a rank can be called, or why it cannot."""
+
+    problem: str
+    network: tuple[str, int] = ("", 0)
+    addresses: tuple[str, ...] = ()
+    port: int = 0
+    token: bytes = b""  # that only the ranks know
+
+
 def open_mesh(group: dist.ProcessGroup) -> RankMesh | None:
     """Connect all ranks of a CPU group; None, on every rank, where that cannot be done. Collective."""
     rank, world = group.rank(), group.size()
     connections: list[socket.socket | None] = [None] * world
-    problem = "" if native_plan.library() is not None else "its C code cannot be built"
-    if world > 1:
-        with _listen() as listener:
-            own = (problem, _network(), _addresses(), listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
-            ranks = [own] * world
-            dist.all_gather_object(ranks, own, group)
-            if not any(p for p, *_ in ranks):
-                try:
-                    _connect(connections, rank, ranks, listener)
-                except OSError as error:
-                    problem = str(error)
-            # One that could not connect is not to keep others waiting for it.
-            problems = [problem] * world
-            dist.all_gather_object(problems, problem, group)
-        if not any(problems) and any(p for p, *_ in ranks):
-            problems = [p for p, *_ in ranks]
-    else:
-        problems = [problem]
-    if any(problems):
-        for connection in filter(None, connections):
-            connection.close()
-        if rank == 0:
-            failed, words = next((r, p) for r, p in enumerate(problems) if p)
-            log.warning("freescale: planning goes through gloo, which is slower: rank %d: %s", failed, words)
-        return None
-    return RankMesh(connections, rank)
+    with contextlib.ExitStack() as stack:
+        listener, place = _open_listener(stack)
+        problems = [place.problem]
+        if world > 1:
+            places = [place] * world
+            dist.all_gather_object(places, place, group)
+            problems = [p.problem for p in places]
+            if not any(problems) and listener is not None:
+                dist.all_gather_object(problems, _try_to_connect(connections, rank, places, listener), group)
+    if not any(problems):
+        return RankMesh(connections, rank)
+    for connection in filter(None, connections):
+        connection.close()
+    if rank == 0:
+        failed, words = next((r, p) for r, p in enumerate(problems) if p)
+        log.warning("freescale: planning goes through gloo, which is slower: rank %d: %s", failed, words)
+    return None
+
+
+def _open_listener(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _Place]:
+    """Never raises: the other ranks are to hear of it."""
+    if native_plan.library() is None:
+        return None, _Place("its C code cannot be built")
+    try:
+        listener = stack.enter_context(_listen())
+        port, token = listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES)
+        return listener, _Place("", _network(), tuple(_addresses()), port, token)
+    except OSError as error:
+        return None, _Place(f"it cannot be called: {error}")
+
+
+def _try_to_connect(
+    connections: list[socket.socket | None], rank: int, places: Sequence[_Place], listener: socket.socket
+) -> str:
+    """What went wrong, in words."""
+    try:
+        _connect(connections, rank, places, listener)
+        return ""
+    except OSError as error:
+        return str(error)
 
 
 def _listen() -> socket.socket:
@@ -118,19 +144,16 @@ def _addresses() -> list[str]:
 
 
 def _connect(
-    connections: list[socket.socket | None],
-    rank: int,
-    ranks: Sequence[tuple[str, tuple[str, int], list[str], int, bytes]],
-    listener: socket.socket,
+    connections: list[socket.socket | None], rank: int, ranks: Sequence[_Place], listener: socket.socket
 ) -> None:
     """Every rank calls those before it and is called by those behind it. A caller says who it is, and a secret of the
     rank that it calls, which answers with the caller's: so both know that they have not got somebody else."""
-    end, tokens, network = time.monotonic() + _CONNECT_SECONDS, [token for *_, token in ranks], ranks[rank][1]
-    for peer, (_, peer_network, addresses, port, _) in enumerate(ranks[:rank]):
-        places = [_LOOPBACK] if peer_network == network else addresses
-        connections[peer] = _call(places, port, rank, tokens[peer], tokens[rank], end)
+    end, own = time.monotonic() + _CONNECT_SECONDS, ranks[rank]
+    for peer, place in enumerate(ranks[:rank]):
+        addresses = (_LOOPBACK,) if place.network == own.network else place.addresses
+        connections[peer] = _call(addresses, place.port, rank, place.token, own.token, end)
         if connections[peer] is None:
-            raise OSError(f"it cannot connect to rank {peer} at {' or '.join(places) or 'no address'}")
+            raise OSError(f"it cannot connect to rank {peer} at {' or '.join(addresses) or 'no address'}")
     while any(c is None for c in connections[rank + 1 :]):
         if time.monotonic() > end:
             missing = next(r for r in range(rank + 1, len(ranks)) if connections[r] is None)
@@ -140,8 +163,8 @@ def _connect(
             connection.settimeout(_ATTEMPT_SECONDS)
             greeting = _receive(connection, 8 + _TOKEN_BYTES)
             (caller,) = struct.unpack("<q", greeting[:8]) if greeting else (-1,)
-            if rank < caller < len(ranks) and secrets.compare_digest(greeting[8:], tokens[rank]):
-                connection.sendall(tokens[caller])
+            if rank < caller < len(ranks) and secrets.compare_digest(greeting[8:], own.token):
+                connection.sendall(ranks[caller].token)
                 connections[caller] = connection
             else:
                 connection.close()
@@ -151,19 +174,19 @@ def _connect(
 
 
 def _call(
-    places: Sequence[str], port: int, rank: int, token: bytes, own_token: bytes, end: float
+    addresses: Sequence[str], port: int, rank: int, token: bytes, own_token: bytes, end: float
 ) -> socket.socket | None:
     while True:
-        for place in places:
+        for address in addresses:
             with contextlib.suppress(OSError):
-                connection = socket.create_connection((place, port), _ATTEMPT_SECONDS)
+                connection = socket.create_connection((address, port), _ATTEMPT_SECONDS)
                 connection.sendall(struct.pack("<q", rank) + token)
                 # The other rank may still be calling others before it answers.
                 connection.settimeout(max(0.001, end - time.monotonic()))
                 if _receive(connection, _TOKEN_BYTES) == own_token:
                     return connection
                 connection.close()
-        if not places or time.monotonic() > end:
+        if not addresses or time.monotonic() > end:
             return None
         time.sleep(0.05)
 

@@ -156,6 +156,19 @@ def test_messages_that_no_socket_takes_at_once():
     run_ranks(_large, 2, 16)
 
 
+def _without_ports() -> bool:
+    def listen() -> None:
+        raise OSError("no ports are left")
+
+    if dist.get_rank() == 1:
+        rank_mesh._listen = listen
+    return rank_mesh.open_mesh(dist.group.WORLD) is None
+
+
+def test_where_a_rank_cannot_be_called_there_is_no_mesh():
+    assert run_ranks(_without_ports, 2) == [True, True]
+
+
 def _unreachable() -> bool:
     group = dist.group.WORLD
     if dist.get_rank() == 0:
