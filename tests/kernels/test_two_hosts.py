@@ -1,4 +1,4 @@
-"""`staged` between two hosts, as far as one machine can show it: ranks that share no network and no memory.
+"""`staged` and planning between two hosts, as far as one machine can show it: ranks that share no network and no memory.
 
 Each rank has a network namespace of its own behind a shaped link (benchmarks/netlab.py), and a /dev/shm of its own. The
 device is one of threads (host_device.py).
@@ -25,7 +25,7 @@ RANK = f"""
 import json, logging, sys
 sys.path[:0] = [{str(HERE)!r}, {str(ROOT / "tests/support")!r}, {str(BENCHMARKS)!r}]
 import torch.distributed as dist
-import netlab, test_transports
+import netlab, test_batch_plan, test_transports
 said = []
 handler = logging.Handler()
 handler.emit = lambda record: said.append(record.getMessage())
@@ -36,8 +36,10 @@ netlab.set_rate(400e6)
 before = netlab.sent_bytes()
 sizes = {{"ring_bytes": 1 << 20, "piece_bytes": 8192}}
 launched = test_transports.many("auto", "cpu", 12, 900, 4, sizes)
+sent = netlab.sent_bytes() - before
+planned = test_batch_plan._same(5, 4)  # over sockets of the two networks, and over gloo
 with open(sys.argv[1] + str(dist.get_rank()), "w") as f:
-    json.dump({{"launched": launched, "sent": netlab.sent_bytes() - before, "said": said}}, f)
+    json.dump({{"launched": launched, "sent": sent, "said": said, "planned": planned}}, f)
 dist.barrier()
 """
 
@@ -55,3 +57,4 @@ def test_ranks_that_share_no_memory_send_over_the_network(tmp_path):
         assert found["launched"] == 12
         assert any(words.startswith("staged: over gloo, because") for words in found["said"]), found
         assert found["sent"] > 100_000, found
+        assert found["planned"] > 100, found
