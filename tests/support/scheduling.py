@@ -16,6 +16,7 @@ ONE_WORKER = {
     "test_meter.py": "meter",
     "test_netlab.py": "network",
     "test_packaging.py": "packaging",
+    "test_torchrec_collection.py": "torchrec collection",
     "test_two_hosts.py": "network",
 }
 # What takes long comes first, so that no worker is left with it at the end.
