@@ -20,7 +20,14 @@ ONE_WORKER = {
     "test_two_hosts.py": "network",
 }
 # What takes long comes first, so that no worker is left with it at the end.
-LONG = ("test_lookahead_loop.py", "test_zoo.py", "test_attach.py", "test_lookahead.py", "test_lookahead_random.py")
+LONG = (
+    "test_lookahead_loop.py",
+    "test_zoo.py",
+    "test_attach.py",
+    "test_lookahead.py",
+    "test_torchrec_collection.py",
+    "test_lookahead_random.py",
+)
 
 
 def file_of(nodeid: str) -> str:
