@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import bounds_checked
+import faster_interpreter
 import session_folder
 from seeding import seed
 
@@ -101,6 +102,8 @@ def run_cases(cases: Sequence[Callable[[str], None]], check_bounds: bool = True)
     check_bounds: not for kernels that read addresses from memory, which are none of their arguments.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreted:
+        faster_interpreter.install()
     if interpreted and check_bounds:
         bounds_checked.install()
     said = {}

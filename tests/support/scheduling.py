@@ -16,10 +16,18 @@ ONE_WORKER = {
     "test_meter.py": "meter",
     "test_netlab.py": "network",
     "test_packaging.py": "packaging",
+    "test_torchrec_collection.py": "torchrec collection",
     "test_two_hosts.py": "network",
 }
 # What takes long comes first, so that no worker is left with it at the end.
-LONG = ("test_lookahead_loop.py", "test_zoo.py", "test_attach.py", "test_lookahead.py", "test_lookahead_random.py")
+LONG = (
+    "test_lookahead_loop.py",
+    "test_zoo.py",
+    "test_attach.py",
+    "test_lookahead.py",
+    "test_torchrec_collection.py",
+    "test_lookahead_random.py",
+)
 
 
 def file_of(nodeid: str) -> str:

@@ -166,6 +166,23 @@ def optimizer_state(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+@torch.no_grad()
+def put_back(model: Any, rows: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
+    """To when `snapshot` and `optimizer_state` returned these: compiling another model takes longer than training."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    for name, value in model.state_dict().items():
+        if isinstance(value, ShardedTensor):
+            for i, shard in enumerate(value.local_shards()):
+                shard.tensor.copy_(rows[f"{name}/{i}"])
+        else:
+            value.copy_(rows[name])
+    for name, kept in model.fused_optimizer.state_dict()["state"].items():
+        for key, value in kept.items():
+            for i, shard in enumerate(value.local_shards() if hasattr(value, "local_shards") else ()):
+                shard.tensor.copy_(state[f"{name}.{key}.{i}"])
+
+
 def train(
     model: Any, run: Any, steps: int, first: int = 0, none: bool = True, lr: float = 0.05, scheduled: bool = True
 ) -> list[float]:

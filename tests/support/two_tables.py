@@ -55,11 +55,16 @@ class Batches:
             yield {"item": items, "user": torch.randint(0, 7, (n // 10,), generator=g)}
 
 
-def average(grad: torch.Tensor) -> torch.Tensor:
+@torch.no_grad()
+def average_gradients(model: nn.Module) -> None:
     """Over the ranks. In their order: an all-reduce adds up in one that depends on the backend."""
-    every = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, grad)
-    return sum(every[1:], every[0]) / dist.get_world_size()
+    grads = [p.grad for p in model.parameters()]
+    mine = torch.cat([g.flatten() for g in grads])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    mean = sum(every[1:], every[0]) / dist.get_world_size()
+    for grad, part in zip(grads, mean.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 class Trainer:
@@ -100,8 +105,7 @@ class Trainer:
             dense.zero_grad(set_to_none=False)
             loss = self.compiled({k: v.to(self.device) for k, v in batch.items()})
             loss.backward()
-            for p in self.model.parameters():
-                p.grad.copy_(average(p.grad))
+            average_gradients(self.model)
             dense.step()
             losses.append(float(loss.detach()))
         self.compilations += sum(backend.COMPILED.values()) - before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 import trec
 from ranks import HAS_TORCHREC, run_ranks
+from shared_ranks import Outcomes, run_together
 
 pytestmark = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
 
@@ -26,51 +29,73 @@ def _compiled(model, **kwargs):
     return torch.compile(model, backend="freescale", **kwargs)
 
 
-def _against_eager(layout: str, codegen: str, ddp: bool) -> dict[str, float]:
-    """Largest relative difference to eager TorchRec per optimizer."""
-    found = {}
-    for optimizer in ("sgd", "rowwise_adagrad"):
-        none = layout != "mixed"
-        eager = trec.build(layout, optimizer, ddp)
-        expected = trec.train(eager, eager, STEPS, none=none)
-        model = trec.build(layout, optimizer, ddp)
-        run = _compiled(model, fullgraph=not ddp, options={"codegen": codegen, "strict": True})
-        losses = trec.train(model, run, STEPS, none=none)
-        a, b = trec.snapshot(model), trec.snapshot(eager)
-        assert a.keys() == b.keys()
-        worst = max(_relative(a[name], b[name]) for name in a)
-        scale = max(map(abs, expected))
-        found[optimizer] = max(worst, max(abs(x - y) for x, y in zip(losses, expected, strict=True)) / scale)
-        # something was trained at all
-        assert expected[0] != expected[-1] and b["ec.embeddings.item.weight/0" if layout != "table_wise" else "mix.weight"].abs().sum() > 0
-    return found
+@lru_cache(maxsize=1)  # the next one resets Dynamo (no defaults: it tells calls apart by how they are written)
+def _trained(layout: str, optimizer: str, ddp: bool, codegen: str) -> tuple[Any, Any, Any]:
+    """Of this rank: a model, the same compiled, and its beginning."""
+    import freescale.backend as backend
+
+    backend.COMPILED.clear()
+    model = trec.build(layout, optimizer, ddp)
+    run = _compiled(model, fullgraph=not ddp, options={"codegen": codegen, "strict": True})
+    return model, run, (trec.snapshot(model), trec.optimizer_state(model))
+
+
+def _against_eager(layout: str, optimizer: str, ddp: bool = False, codegen: str = "eager") -> float:
+    """Largest relative difference to eager TorchRec."""
+    none = layout != "mixed"
+    eager = trec.build(layout, optimizer, ddp)
+    expected = trec.train(eager, eager, STEPS, none=none)
+    model, run, beginning = _trained(layout, optimizer, ddp, codegen)
+    trec.put_back(model, *beginning)
+    losses = trec.train(model, run, STEPS, none=none)
+    a, b = trec.snapshot(model), trec.snapshot(eager)
+    assert a.keys() == b.keys()
+    worst = max(_relative(a[name], b[name]) for name in a)
+    scale = max(map(abs, expected))
+    # something was trained at all
+    assert expected[0] != expected[-1] and b["ec.embeddings.item.weight/0" if layout != "table_wise" else "mix.weight"].abs().sum() > 0
+    return max(worst, max(abs(x - y) for x, y in zip(losses, expected, strict=True)) / scale)
+
+
+OPTIMIZERS = ("sgd", "rowwise_adagrad")
+
+
+def _every_optimizer(*args: Any) -> dict[str, float]:
+    return {optimizer: _against_eager(args[0], optimizer, *args[1:]) for optimizer in OPTIMIZERS}
 
 
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("layout, world", (
-    ("row_wise", 2), ("table_wise", 2), ("mixed", 2),
-    *(pytest.param(layout, 4, marks=slow) for layout in ("row_wise", "table_wise", "mixed")),
-))  # fmt: skip
-def test_equals_eager_torchrec(layout, world):
-    for found in run_ranks(_against_eager, world, layout, "eager", False):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layout", ("row_wise", "table_wise", "mixed"))
+def test_equals_eager_torchrec(layout, optimizer, checked):
+    assert max(checked.of(f"{layout}, {optimizer}")) <= 1e-6
+
+
+@slow
+@pytest.mark.parametrize("layout", ("row_wise", "table_wise", "mixed"))
+def test_equals_eager_torchrec_on_four_ranks(layout):
+    for found in run_ranks(_every_optimizer, 4, layout):
         assert max(found.values()) <= 1e-6, found
 
 
 def test_equals_eager_torchrec_under_inductor_with_ddp():
-    for found in run_ranks(_against_eager, 2, "mixed", "inductor", True):
+    for found in run_ranks(_every_optimizer, 2, "mixed", True, "inductor"):
         assert max(found.values()) <= 1e-6, found
 
 
 def _replicated_against_sharded() -> float:
     """A table that is data-parallel or row-wise learns the same (eager TorchRec cannot train the former on CPU)."""
     tables = []
-    for layout in ("mixed", "row_wise"):
-        model = trec.build(layout, "sgd", ddp=True)
-        trec.train(model, _compiled(model, options={"codegen": "eager"}), 8, none=False, lr=0.1, scheduled=False)
+    for layout in ("row_wise", "mixed"):
+        model, run, beginning = _trained(layout, "sgd", True, "eager")
+        trec.put_back(model, *beginning)
+        for group in model.fused_optimizer.param_groups:
+            group["lr"] = 0.1
+        trec.train(model, run, 8, none=False, lr=0.1, scheduled=False)
         tables.append(trec.snapshot(model))
-    replicated, sharded = tables
+    sharded, replicated = tables
     name = next(n for n in replicated if "user" in n)
     shard = next(v for n, v in sharded.items() if "user" in n)
     block = -(-trec.USERS // dist.get_world_size())
@@ -80,8 +105,8 @@ def _replicated_against_sharded() -> float:
     return _relative(mine, shard)
 
 
-def test_data_parallel_tables_are_averaged():
-    assert max(run_ranks(_replicated_against_sharded, 2)) <= 1e-6
+def test_data_parallel_tables_are_averaged(checked):
+    assert max(checked.of("data-parallel tables")) <= 1e-6
 
 
 def _fifty_batches(ddp: bool):
@@ -90,19 +115,20 @@ def _fifty_batches(ddp: bool):
     import freescale.backend as backend
     from freescale.driver import REPORT
 
-    model = trec.build("row_wise", "sgd", ddp)
-    run = _compiled(model, fullgraph=not ddp, options={"codegen": "eager"})
+    model, run, _ = _trained("row_wise", "sgd", ddp, "eager")
+    counters["graph_break"].clear()
+    before = [Counter(REPORT.graphs), Counter(REPORT.exchanges)]
     trec.train(model, run, 50)
-    fifty = list(backend.COMPILED.values()), dict(REPORT.graphs), dict(REPORT.exchanges)
+    fifty = list(backend.COMPILED.values()), Counter(REPORT.graphs) - before[0], Counter(REPORT.exchanges) - before[1]
     trec.train_on(model, run, [trec.batch(s, dist.get_rank(), none=False, samples=1) for s in range(6)])
     breaks = [b for b in counters["graph_break"] if "set_runtime_stats_and_log" not in b and "ddp" not in b]
     return *fifty, breaks, list(backend.COMPILED.values())
 
 
 @pytest.mark.parametrize("ddp", (False, True), ids=("alone", "ddp"))
-def test_fifty_batches_take_one_compilation(ddp):
+def test_fifty_batches_take_one_compilation(ddp, checked):
     """Random lengths, empty histories, ranks without samples. And one more for all batches of one sample."""
-    for compiled, graphs, exchanges, breaks, with_one_sample in run_ranks(_fifty_batches, 2, ddp):
+    for compiled, graphs, exchanges, breaks, with_one_sample in checked.of(f"fifty batches, DDP: {ddp}"):
         assert compiled == [1] and with_one_sample == [2]
         assert graphs == {"forward": 1, "backward": 1} and exchanges == {"forward": 1, "backward": 1}
         assert breaks == []
@@ -144,8 +170,8 @@ def _checkpoints():
     return max(_relative(a[n], b[n]) for n in a)
 
 
-def test_checkpoints_go_both_ways():
-    assert max(run_ranks(_checkpoints, 2)) <= 1e-6
+def test_checkpoints_go_both_ways(checked):
+    assert max(checked.of("checkpoints")) <= 1e-6
 
 
 def _fall_back(layout: str, strict: bool | None, optimizer: str = "sgd", fused: dict[str, Any] | None = None):
@@ -160,24 +186,29 @@ def _fall_back(layout: str, strict: bool | None, optimizer: str = "sgd", fused: 
     model = trec.build(layout, optimizer, **(fused or {}))
     options = {"codegen": "eager"} | ({} if strict is None else {"strict": strict})
     losses = trec.train(model, _compiled(model, options=options), 3, none=False)
+    logging.getLogger("freescale").removeHandler(handler)
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), said
 
 
-def test_column_wise_is_left_to_torchrec_with_one_warning():
-    for difference, said in run_ranks(_fall_back, 2, "column_wise", False):
+def test_column_wise_is_left_to_torchrec_with_one_warning(checked):
+    for difference, said in checked.of("column-wise"):
         warnings = [s for s in said if "TorchRec's own path" in s]
         assert len(warnings) == 1 and "'user'" in warnings[0] and "column_wise" in warnings[0]
         assert difference <= 1e-6
 
 
-@pytest.mark.parametrize("why, optimizer, fused", (
-    ("their optimizer is ema_in_place_row_wise_adagrad", "ema", {}),
-    ("gradient_clipping", "sgd", {"gradient_clipping": True, "max_gradient": 1e-3}),
-), ids=("ema", "clipping"))  # fmt: skip
-def test_what_is_no_matter_of_rows_is_left_to_torchrec(why, optimizer, fused):
+# name: why, optimizer, for FBGEMM
+LEFT = {
+    "ema": ("their optimizer is ema_in_place_row_wise_adagrad", "ema", {}),
+    "clipping": ("gradient_clipping", "sgd", {"gradient_clipping": True, "max_gradient": 1e-3}),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_no_matter_of_rows_is_left_to_torchrec(name, checked):
     """Our owner applies the sum of a row's gradients, twice in a step with look-ahead: not what these optimizers do."""
-    for difference, said in run_ranks(_fall_back, 2, "row_wise", False, optimizer, fused):
-        assert len([s for s in said if "TorchRec's own path" in s and why in s]) == 1, said
+    for difference, said in checked.of(name):
+        assert len([s for s in said if "TorchRec's own path" in s and LEFT[name][0] in s]) == 1, said
         assert difference <= 1e-6
 
 
@@ -212,33 +243,60 @@ def _weighted():
     weighted = KeyedJaggedTensor(kjt.keys(), kjt.values(), torch.rand(kjt.values().shape[0]), kjt.lengths())
     from freescale.runtime.tables import torchrec_support
 
+    torchrec_support._warnings.clear()
     expected = float(model(weighted, weight))
     return abs(float(run(weighted, weight)) - expected), list(torchrec_support._warnings)
 
 
-def test_weighted_features_are_left_to_torchrec():
-    for difference, refused in run_ranks(_weighted, 2):
+def test_weighted_features_are_left_to_torchrec(checked):
+    for difference, refused in checked.of("weighted"):
         assert difference <= 1e-6 and len(refused) == 1 and "weighted" in refused[0]
 
 
-def _bad_id(feature: str, value: int):
-    model = trec.build("mixed", "sgd")
-    run = _compiled(model, fullgraph=True, options={"codegen": "eager"})
+def _bad_id(feature: str, value: int) -> str:
+    model, run, beginning = _trained("mixed", "sgd", False, "eager")
+    trec.put_back(model, *beginning)
     trec.train(model, run, 1, none=False)
     kjt, weight = trec.batch(1, dist.get_rank(), none=False)
     if dist.get_rank() == 1:
         at = kjt.keys().index(feature)
         kjt.values()[sum(kjt.length_per_key()[:at])] = value
-    run(kjt, weight)
+    with pytest.raises(IndexError) as caught:
+        run(kjt, weight)
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("feature, table", (("candidate", "item"), ("tiny", "tiny")))
-def test_an_id_outside_its_table_is_an_error_on_every_rank(feature, table):
-    for error in run_ranks(_bad_id, 2, feature, 4711, expect_errors=True):
-        assert f"rank 1: id 4711 is outside table '{table}' (feature '{feature}')" in error
-    if feature == "candidate":
-        for error in run_ranks(_bad_id, 2, feature, -1, expect_errors=True):
-            assert "rank 1: id -1 is outside table 'item'" in error
+BAD_IDS = (("candidate", "item", 4711), ("tiny", "tiny", 4711), ("candidate", "item", -1))
+
+
+@pytest.mark.parametrize("feature, table, value", BAD_IDS)
+def test_an_id_outside_its_table_is_an_error_on_every_rank(feature, table, value, checked):
+    for error in checked.of(f"id {value} of {feature}"):
+        assert f"rank 1: id {value} is outside table '{table}' (feature '{feature}')" in error
+
+
+# Those that share a model are neighbours.
+CHECKS = {
+    "fifty batches, DDP: False": partial(_fifty_batches, False),
+    "row_wise, sgd": partial(_against_eager, "row_wise", "sgd"),
+    "row_wise, rowwise_adagrad": partial(_against_eager, "row_wise", "rowwise_adagrad"),
+    "table_wise, sgd": partial(_against_eager, "table_wise", "sgd"),
+    "table_wise, rowwise_adagrad": partial(_against_eager, "table_wise", "rowwise_adagrad"),
+    "mixed, rowwise_adagrad": partial(_against_eager, "mixed", "rowwise_adagrad"),
+    "mixed, sgd": partial(_against_eager, "mixed", "sgd"),
+    **{f"id {value} of {feature}": partial(_bad_id, feature, value) for feature, _, value in BAD_IDS},
+    "fifty batches, DDP: True": partial(_fifty_batches, True),
+    "data-parallel tables": _replicated_against_sharded,
+    "checkpoints": _checkpoints,
+    "column-wise": partial(_fall_back, "column_wise", False),
+    **{name: partial(_fall_back, "row_wise", False, *rest) for name, (_, *rest) in LEFT.items()},
+    "weighted": _weighted,
+}
+
+
+@pytest.fixture(scope="module")
+def checked() -> Outcomes:
+    return run_together(CHECKS, 2)
 
 
 def test_reasons_to_leave_a_collection_to_torchrec():
