@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -43,6 +44,11 @@ def warm() -> None:
         forkserver.ensure_running()
 
 
+def _warnings_are_errors() -> None:
+    """Where a line of freescale's causes them. What torch and TorchRec warn of among themselves is theirs."""
+    warnings.filterwarnings("error", module=r"freescale\b")
+
+
 def _keep_bytecode() -> None:
     """Of freescale and of the tests: what the first rank compiles, the others load, also where Python is told not to."""
     sys.pycache_prefix, sys.dont_write_bytecode = str(session_folder.path() / "bytecode"), False
@@ -60,6 +66,7 @@ def nccl_environment(rank: int) -> dict[str, str]:
 def _rank(call, rank, world, backend, store, timeout, env, own, pipe):
     os.environ.update({"OMP_NUM_THREADS": "1", **env})
     _keep_bytecode()
+    _warnings_are_errors()
     import torch
     import torch._dynamo.config
     import torch._functorch.config
@@ -158,6 +165,7 @@ def _collect(pipes, end, expect_errors):
 def _alone(call, pipe):
     os.environ["OMP_NUM_THREADS"] = "1"
     _keep_bytecode()
+    _warnings_are_errors()
     import torch
 
     torch.set_num_threads(1)
