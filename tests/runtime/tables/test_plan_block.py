@@ -12,6 +12,7 @@ import torch
 
 from freescale.kernels.planning.batch_plan import Extent
 from freescale.runtime.tables.plan_block import PlanBlock, move_to_device, packable_tensors
+from interpreted import needs_gpu
 
 
 @dataclass
@@ -48,7 +49,7 @@ def fill(block: PlanBlock, numbers: np.ndarray) -> None:
     block.fill(plan)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_block(device):
     device = torch.device(device, 0) if device == "cuda" else torch.device(device)
     before, numbers = batch(), np.arange(100)
