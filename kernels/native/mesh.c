@@ -112,21 +112,24 @@ i64 mesh_exchange(mesh *m, const messages *all, i64 kinds, double seconds, i64 *
     if (!streams) return NO_MEMORY;
     struct pollfd *polls = m->polls.memory;
     double end = now() + seconds;
+    for (i64 rank = 0; rank < m->world; rank++) polls[rank].revents = POLLIN | POLLOUT; /* try each once */
     while (1) {
         i64 waiting = 0;
         for (i64 rank = 0; rank < m->world; rank++) {
             stream *to = streams + rank, *from = streams + m->world + rank;
-            if (move_bytes(m->connections[rank], to, 1) || move_bytes(m->connections[rank], from, 0)) {
+            int connection = m->connections[rank];
+            /* Only those that poll has named: else every message that comes would cost a call for every rank. */
+            if (polls[rank].revents && (move_bytes(connection, to, 1) || move_bytes(connection, from, 0))) {
                 *failed = rank;
                 return RANK_LEFT;
             }
             short events = (to->left ? POLLOUT : 0) | (from->left ? POLLIN : 0);
-            if (events) polls[waiting++] = (struct pollfd){m->connections[rank], events, 0};
-            if (events && waiting == 1) *failed = rank; /* if nothing comes any more */
+            polls[rank] = (struct pollfd){events ? connection : -1, events, 0}; /* poll passes over -1 */
+            if (events && waiting++ == 0) *failed = rank; /* if nothing comes any more */
         }
         double left = end - now();
         if (waiting == 0) return 0;
         if (left <= 0) return RANK_TOO_SLOW;
-        poll(polls, waiting, left > 1 ? 1000 : (int)(left * 1000) + 1);
+        poll(polls, m->world, left > 1 ? 1000 : (int)(left * 1000) + 1);
     }
 }

@@ -40,7 +40,7 @@ class RankMesh:
     def __init__(self, connections: Sequence[socket.socket | None], rank: int) -> None:
         self._connections = [c for c in connections if c is not None]
         numbers = (ctypes.c_int * len(connections))(*(-1 if c is None else c.fileno() for c in connections))
-        self.world, self.rank = len(connections), rank
+        self.world = len(connections)
         self.address = native_plan.require_memory(native_plan.library().fs_new_mesh(self.world, rank, numbers))
         # Not at exit: a thread may still be waiting in C.
         weakref.finalize(self, _close, self.address, self._connections).atexit = False
