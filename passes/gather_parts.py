@@ -70,10 +70,14 @@ def _rewrite(graph: fx.Graph, g: _Gather) -> None:
         node.meta["val"] = fx_values.fake_value(node)
         return node
 
+    def size_of(x: fx.Node, dim: int) -> Any:
+        size = x.meta["val"].shape[dim]
+        return size if isinstance(size, int) else make(aten.sym_size.int, x, dim)
+
     with graph.inserting_before(g.node):
-        size = make(aten.sym_size.int, g.first, 0)
+        size = size_of(g.first, 0)
         in_first = make(aten.lt.Scalar, g.index, size)
-        positions, columns = make(aten.sym_size.int, g.index, 0), make(aten.sym_size.int, g.first, 1)
+        positions, columns = size_of(g.index, 0), size_of(g.first, 1)
         mask = make(aten.expand.default, make(aten.unsqueeze.default, in_first, 1), [positions, columns])
         from_first = make(aten._unsafe_masked_index.default, g.first, mask, [g.index], 0)
         index_in_second = make(aten.sub.Scalar, g.index, size)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 
 import freescale.kernels  # noqa: F401
+from device_syncs import no_device_syncs
 from freescale.kernels import reference, row_kernels
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 from interpreted import in_the_interpreter, needs_gpu, on_a_gpu, run_cases
@@ -329,11 +330,8 @@ class TestKernelsOnGpu(OnGpu):
             row_kernels.update_rows(weight, momentum, grad, at, order, ends, 0.1, 1e-8, "rowwise_adagrad")
 
         all_of_them()  # compiles, which does wait
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_device_syncs():
             all_of_them()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     @pytest.mark.parametrize(
         "dim, dtype", ((32, torch.float32), (513, torch.float32), (96, torch.bfloat16), (128, torch.float16))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from device_syncs import no_device_syncs
 from freescale.kernels import reference, row_kernels
 from freescale.runtime.tables.fbgemm_table import OPTIMIZERS, FbgemmTable
 from interpreted import needs_gpu
@@ -123,8 +124,5 @@ class TestOnGpu:
         row_kernels.update_rows_reference(weight, momentum, grad, rows, order, ends, emb.get_learning_rate(), EPS)
         assert torch.allclose(table.weight, weight, 1e-6, 2.4e-7)
         assert momentum is None or torch.allclose(emb.momentum1_dev, momentum.view(-1), 5e-7, 0)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_device_syncs():
             table.sum_and_update(grad, rows, order, ends)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
