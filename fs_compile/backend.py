@@ -47,7 +47,8 @@ def freescale(
         torchrec_support.raise_if_unsupported(cfg)
         frame = dynamo.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1
-        compiled = _compile(gm, inputs, Driver(cfg))
+        with agreement.while_compiling(cfg.timeout):
+            compiled = _compile(gm, inputs, Driver(cfg))
     except Exception as error:
         agreement.post_failure(error)
         raise

@@ -34,6 +34,7 @@ from freescale.passes.exchange_meta import CannotApply, GraphExchange, argument,
 from freescale.passes.find_exchanges import count_exchanges
 from freescale.passes.graph_text import graph_text
 from freescale.passes.node_order import control_dependencies
+from freescale.runtime import agreement
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,8 @@ class Driver(inductor.CustomGraphPass):
         direction, n = direction_of(gm.graph), count_exchanges(gm.graph)
         progress.say(f"compiling the {direction} graph ({n} exchange{'s' * (n != 1)}); this can take a minute")
         self._record, hits, start = None, inductor.cache_hits(), time.perf_counter()
-        compiled = compile_graph()
+        with agreement.while_compiling(self.cfg.timeout):  # the backward graph is compiled by itself
+            compiled = compile_graph()
         spent, key = time.perf_counter() - start, inductor.cache_key(compiled)
         if inductor.cache_hits() > hits:
             progress.say(f"the {direction} graph came out of torch's cache after {spent:.1f} s")

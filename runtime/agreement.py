@@ -1,15 +1,23 @@
 """Ranks that would run different programs find out before they exchange anything, and each says so.
 
-Every rank posts what it is about to run in the store of the default process group and reads what the others
-posted. A rank that failed before it got here posts its error instead, so nobody waits for it.
+Every rank posts what it is about to run in the store of the default process group. The store counts how many ranks have
+come and how many have said the same; the last one that comes gives the verdict, for which all others wait. So a rank
+asks the store a few times, however many ranks there are. A rank that failed before it got here gives the verdict
+itself, and nobody waits for it. For a rank that is late, the others wait as long as it says that it is compiling.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +25,13 @@ import torch.distributed as dist
 from freescale.compat import distributed, dynamo
 from freescale.kernels.ops.schemas import lib
 
+log = logging.getLogger(__name__)
+
 _KEY = "freescale/agree"
+_COMPILING = "freescale/compiling"
 _EVERYONE = "all"
+_BEAT_SECONDS = 5.0  # between two signs that a rank is compiling; less where the time-out is short
+_WAIT_SECONDS = 1.0  # at a time
 _generations: Counter[str] = Counter()  # per group of ranks: how often they have agreed
 
 
@@ -26,25 +39,65 @@ class Disagreement(RuntimeError):
     """Ranks with different settings, or a rank that failed or did not come."""
 
 
-def _key(group: str, rank: int) -> str:
-    return f"{_KEY}/{group}/{_generations[group]}/{rank}"
+class _Meeting:
+    """One agreement of one group: its keys in the store."""
 
+    def __init__(self, group: str) -> None:
+        self._store: Any = distributed.default_store()
+        self._prefix = f"{_KEY}/{group}/{_generations[group]}"
+        self._verdict = f"{self._prefix}/verdict"
 
-def _post(message: dict[str, object], group: str = _EVERYONE) -> None:
-    distributed.default_store().set(_key(group, dist.get_rank()), json.dumps(message))
+    def post(self, settings: dict[str, object], world: int) -> None:
+        """Say what this rank runs; the last of so many ranks also gives the verdict."""
+        text = json.dumps(settings, sort_keys=True)
+        self._store.set(self._key_of(dist.get_rank()), text)
+        same = f"{self._prefix}/same/{hashlib.sha256(text.encode()).hexdigest()}"
+        self._store.add(same, 1)
+        if self._store.add(f"{self._prefix}/arrived", 1) == world:
+            # Whoever has arrived has been counted before; adding nothing reads the count.
+            self.give_verdict({} if self._store.add(same, 0) == world else {"different": True})
+
+    def give_verdict(self, verdict: dict[str, object]) -> None:
+        """The first one counts."""
+        self._store.compare_set(self._verdict, "", json.dumps(verdict))
+
+    def wait(self, seconds: float) -> dict[str, Any] | None:
+        """The verdict; None if there is none by then."""
+        end = time.monotonic() + seconds
+        while not self._store.check([self._verdict]):
+            left = end - time.monotonic()
+            if left <= 0:
+                return None
+            # In short pieces: meanwhile nothing else of this process can ask the store, nor can it be interrupted.
+            with suppress(RuntimeError):
+                self._store.wait([self._verdict], timedelta(seconds=min(left, _WAIT_SECONDS)))
+        return json.loads(self._store.get(self._verdict))
+
+    def missing(self, ranks: list[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([self._key_of(rank)])]
+
+    def settings_of(self, rank: int) -> dict[str, object]:
+        return json.loads(self._store.get(self._key_of(rank)))
+
+    def _key_of(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
 
 
 def post_failure(error: BaseException) -> None:
     """Tell the others that this rank will not come. Never raises: the user must see the error itself."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         try:
-            _post({"error": f"{type(error).__name__}: {error}"})
+            verdict = {"rank": dist.get_rank(), "error": f"{type(error).__name__}: {error}"}
+            _Meeting(_EVERYONE).give_verdict(verdict)
         except Exception:  # noqa: BLE001
             pass
 
 
 def agree(settings: dict[str, object], timeout: float, group_name: str | None = None) -> None:
-    """Raise on every rank unless all ranks of a group call this with the same `settings` within `timeout` seconds."""
+    """Raise on every rank unless all ranks of a group call this with the same `settings`.
+
+    A rank that has not come `timeout` seconds after this one is waited for as long as it compiles.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     ranks, group = list(range(dist.get_world_size())), _EVERYONE
@@ -52,14 +105,14 @@ def agree(settings: dict[str, object], timeout: float, group_name: str | None = 
         group_ranks = dist.get_process_group_ranks(distributed.group_by_name(group_name))
         if len(group_ranks) < len(ranks):
             ranks, group = group_ranks, group_name
-    _post({"settings": settings}, group)
-    messages = _read_all(timeout, ranks, group)
+    meeting = _Meeting(group)
+    meeting.post(settings, len(ranks))
+    verdict = _wait_for_verdict(meeting, ranks, timeout)
     _generations[group] += 1
-    errors = {rank: m["error"] for rank, m in messages.items() if "error" in m}
-    if errors:
-        rank, error = min(errors.items())
-        raise Disagreement(f"freescale: rank {rank} failed before the first step: {error}")
-    _compare({rank: m["settings"] for rank, m in messages.items()})  # type: ignore[misc]
+    if "error" in verdict:
+        raise Disagreement(f"freescale: rank {verdict['rank']} failed before the first step: {verdict['error']}")
+    if "different" in verdict:
+        _compare({rank: meeting.settings_of(rank) for rank in ranks})
 
 
 _agreed_launches: set[str] = set()
@@ -78,28 +131,22 @@ def _agree_on_launches(first: torch.Tensor, launches: str, group_name: str, time
 lib.impl("agree", dynamo.untraced(_agree_on_launches), "CompositeExplicitAutograd")
 
 
-def _read_all(timeout: float, ranks: list[int], group: str) -> dict[int, dict[str, object]]:
-    """What each rank posted; as soon as one says that it failed, that alone is enough."""
-    store, messages = distributed.default_store(), {}
-    missing = list(ranks)
-    deadline = time.monotonic() + timeout
-    while missing:
-        for rank in list(missing):
-            key = _key(group, rank)
-            if store.check([key]):
-                messages[rank] = json.loads(store.get(key))
-                missing.remove(rank)
-                if "error" in messages[rank]:
-                    return messages
-        if not missing:
-            break
-        if time.monotonic() > deadline:
+def _wait_for_verdict(meeting: _Meeting, ranks: list[int], timeout: float) -> dict[str, Any]:
+    verdict = meeting.wait(timeout)
+    while verdict is None:
+        missing = meeting.missing(ranks)
+        before = _beats(missing)
+        verdict = meeting.wait(2.5 * _beat_seconds(timeout))
+        after = _beats(missing)
+        silent = [rank for rank in missing if before[rank] == after[rank]]
+        if verdict is None and silent and (silent := [r for r in meeting.missing(ranks) if r in silent]):
             raise Disagreement(
-                f"freescale: rank {', '.join(map(str, missing[:8]))} did not reach the first compiled step "
+                f"freescale: rank {', '.join(map(str, silent[:8]))} did not reach the first compiled step "
                 f"within {timedelta(seconds=timeout)}; the others have (FREESCALE_TIMEOUT sets the limit)"
             )
-        time.sleep(0.01)
-    return messages
+        if verdict is None and missing:
+            log.info("waiting for rank %s, still compiling", ", ".join(map(str, missing[:8])))
+    return verdict
 
 
 def _compare(settings: dict[int, dict[str, object]]) -> None:
@@ -113,3 +160,39 @@ def _compare(settings: dict[int, dict[str, object]]) -> None:
                     f"freescale: ranks disagree: {name} is {expected!r} on rank {first} and {actual!r} on rank {rank}; "
                     "set the same flags and options everywhere"
                 )
+
+
+# ---- signs of ranks that compile ---------------------------------------------------------------------------------
+
+
+def _beat_seconds(timeout: float) -> float:
+    return min(_BEAT_SECONDS, timeout / 4)
+
+
+def _beats(ranks: list[int]) -> dict[int, int]:
+    store = distributed.default_store()
+    return {rank: store.add(f"{_COMPILING}/{rank}", 0) for rank in ranks}
+
+
+@contextmanager
+def while_compiling(timeout: float) -> Iterator[None]:
+    """Others that wait for this rank are told, now and then, that it is compiling."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        yield
+        return
+    done, store, key = threading.Event(), distributed.default_store(), f"{_COMPILING}/{dist.get_rank()}"
+
+    def tell() -> None:
+        while not done.wait(_beat_seconds(timeout)):
+            try:
+                store.add(key, 1)
+            except Exception:  # noqa: BLE001  (the store is gone, and with it whoever would ask)
+                return
+
+    thread = threading.Thread(target=tell, name="freescale: compiling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

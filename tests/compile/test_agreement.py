@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
+from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,11 +26,7 @@ class Model(nn.Module):
         return self.table(ids).sum()
 
 
-def _step(options=None, late=0):
-    import time
-
-    if dist.get_rank() == 1:
-        time.sleep(late)
+def _step(options=None):
     model = torch.compile(Model(), backend="freescale", fullgraph=True, options=options or {"codegen": "eager"})
     return float(model(torch.tensor([1, 2, 31])).detach())
 
@@ -49,9 +49,76 @@ def test_a_bad_flag_on_one_rank_raises_on_every_rank():
         assert name in second and "ConfigError" in second
 
 
+def _comes_when_the_other_has_given_up():
+    from freescale.compat import distributed
+
+    store = distributed.default_store()
+    if dist.get_rank() == 1:
+        store.wait(["given up"], timedelta(seconds=60))
+        return _step()
+    try:
+        return _step()
+    finally:
+        store.set("given up", "")
+
+
 def test_a_rank_that_does_not_come_is_named():
-    results = run_ranks(_step, 2, None, 8, env={"FREESCALE_TIMEOUT": "2"}, expect_errors=True)
+    limits = {"FREESCALE_TIMEOUT": "2"}
+    results = run_ranks(_comes_when_the_other_has_given_up, 2, env=limits, expect_errors=True)
     assert "rank 1 did not reach the first compiled step" in results[0]
+
+
+def _compiles_long():
+    from freescale import backend
+
+    compile_graph = backend._compile
+
+    def slowly(*args):
+        if dist.get_rank() == 1:
+            time.sleep(7)
+        return compile_graph(*args)
+
+    with mock.patch.object(backend, "_compile", slowly):
+        return _step()
+
+
+def test_a_rank_that_compiles_is_waited_for():
+    a, b = run_ranks(_compiles_long, 2, env={"FREESCALE_TIMEOUT": "2"})
+    assert a == b
+
+
+class CountingStore:
+    """What a rank asks of the store. (Whoever waits long asks once in a while whether to go on.)"""
+
+    def __init__(self, store):
+        self.store, self.calls = store, Counter()
+
+    def __getattr__(self, name):
+        self.calls[name] += 1
+        return getattr(self.store, name)
+
+
+def _count_requests(odd_one=None):
+    from freescale.compat import distributed
+    from freescale.runtime import agreement
+
+    store = CountingStore(distributed.default_store())
+    dist.barrier()
+    with mock.patch.object(distributed, "default_store", lambda: store):
+        try:
+            agreement.agree({"flag": dist.get_rank() == odd_one, "same": 1}, 30.0)
+        except agreement.Disagreement as error:
+            return str(error)
+    return sum(n for name, n in store.calls.items() if name not in ("wait", "check"))
+
+
+def test_what_a_rank_asks_of_the_store_does_not_grow_with_the_ranks():
+    assert max(run_ranks(_count_requests, 2)) == max(run_ranks(_count_requests, 6)) <= 6
+
+
+def test_one_of_many_that_differs_is_named_everywhere():
+    for error in run_ranks(_count_requests, 6, 4):
+        assert "flag is False on rank 0 and True on rank 4" in error
 
 
 def _other_launches():
