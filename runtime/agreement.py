@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +31,7 @@ _KEY = "freescale/agree"
 _COMPILING = "freescale/compiling"
 _EVERYONE = "all"
 _BEAT_SECONDS = 5.0  # between two signs that a rank is compiling; less where the time-out is short
-_WAIT_SECONDS = 1.0  # at a time
+_LONGEST_PAUSE = 0.2  # seconds between two questions to the store
 _generations: Counter[str] = Counter()  # per group of ranks: how often they have agreed
 
 
@@ -63,14 +63,13 @@ class _Meeting:
 
     def wait(self, seconds: float) -> dict[str, Any] | None:
         """The verdict; None if there is none by then."""
-        end = time.monotonic() + seconds
+        end, pause = time.monotonic() + seconds, 0.002
+        # Not the store's own wait: until that ends, nothing else of this process can ask the store.
         while not self._store.check([self._verdict]):
-            left = end - time.monotonic()
-            if left <= 0:
+            if time.monotonic() > end:
                 return None
-            # In short pieces: meanwhile nothing else of this process can ask the store, nor can it be interrupted.
-            with suppress(RuntimeError):
-                self._store.wait([self._verdict], timedelta(seconds=min(left, _WAIT_SECONDS)))
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
         return json.loads(self._store.get(self._verdict))
 
     def missing(self, ranks: list[int]) -> list[int]:

@@ -88,7 +88,7 @@ def test_a_rank_that_compiles_is_waited_for():
 
 
 class CountingStore:
-    """What a rank asks of the store. (Whoever waits long asks once in a while whether to go on.)"""
+    """What a rank asks of the store. (Whoever waits asks now and then whether it may go on.)"""
 
     def __init__(self, store):
         self.store, self.calls = store, Counter()
@@ -109,7 +109,7 @@ def _count_requests(odd_one=None):
             agreement.agree({"flag": dist.get_rank() == odd_one, "same": 1}, 30.0)
         except agreement.Disagreement as error:
             return str(error)
-    return sum(n for name, n in store.calls.items() if name not in ("wait", "check"))
+    return sum(n for name, n in store.calls.items() if name != "check")
 
 
 def test_what_a_rank_asks_of_the_store_does_not_grow_with_the_ranks():
