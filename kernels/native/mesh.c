@@ -1,5 +1,5 @@
-/* Every rank has a connection to every other (rank_mesh.py makes them) and sends each a message, of any size, which both
- * sides know beforehand. */
+/* Connections between ranks (rank_mesh.py makes them). Over one to every other rank, each sends each a message, of any
+ * size, which both sides know beforehand; over a few, all ranks compare some numbers. */
 
 #include <errno.h>
 #include <poll.h>
@@ -10,6 +10,7 @@
 
 #include "planning.h"
 
+#define MOST_NUMBERS 15 /* that are compared at once */
 #define MAX_PIECES 512 /* in one call of the kernel; it takes at most 1024 */
 
 struct mesh {
@@ -132,4 +133,37 @@ i64 mesh_exchange(mesh *m, const messages *all, i64 kinds, double seconds, i64 *
         if (left <= 0) return RANK_TOO_SLOW;
         poll(polls, m->world, left > 1 ? 1000 : (int)(left * 1000) + 1);
     }
+}
+
+/* All bytes, waiting for the other side if need be. */
+static i64 move_all(int connection, void *bytes, size_t size, int sends, double end) {
+    struct iovec piece = {bytes, size};
+    stream s = {&piece, 1};
+    while (1) {
+        if (move_bytes(connection, &s, sends)) return RANK_LEFT;
+        double left = end - now();
+        if (!s.left) return 0;
+        if (left <= 0) return RANK_TOO_SLOW;
+        struct pollfd wait = {connection, sends ? POLLOUT : POLLIN, 0};
+        poll(&wait, 1, left > 1 ? 1000 : (int)(left * 1000) + 1);
+    }
+}
+
+/* Whether all ranks give the same numbers, or what went wrong, and with which rank. Each tells the rank 1, 2, 4, ... ahead
+ * whether all that it has heard of, so many ranks up to itself, say the same: after log2(world) messages it has heard of
+ * all. So if two ranks differ, every rank gets to know. */
+i64 fs_all_same(mesh *m, const i64 *numbers, i64 count, double seconds, i64 *failed) {
+    i64 sent[1 + MOST_NUMBERS], came[1 + MOST_NUMBERS];
+    size_t size = (1 + count) * sizeof(i64);
+    double end = now() + seconds;
+    sent[0] = 1;
+    memcpy(sent + 1, numbers, count * sizeof(i64));
+    for (i64 distance = 1; distance < m->world; distance *= 2) {
+        i64 to = (m->rank + distance) % m->world, from = (m->rank - distance + m->world) % m->world;
+        i64 status = move_all(m->connections[*failed = to], sent, size, 1, end);
+        if (!status) status = move_all(m->connections[*failed = from], came, size, 0, end);
+        if (status) return status;
+        sent[0] = sent[0] && came[0] && !memcmp(sent + 1, came + 1, count * sizeof(i64));
+    }
+    return sent[0];
 }

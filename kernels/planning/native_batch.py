@@ -25,7 +25,6 @@ from freescale.kernels.planning.batch_plan import (
 from freescale.kernels.planning.exchange_plan import ExchangeTables
 from freescale.kernels.planning.rank_mesh import RankMesh
 
-_RANK_LEFT = -3
 _ARRAYS = len(ROWS_ARRAYS) + len(GRADIENT_ARRAYS)
 _COUNTS = 2 * len(ExchangeCounts._fields)  # of rows, of gradients
 
@@ -98,7 +97,7 @@ class NativeBatchPlan:
 
     def _checked(self, result: int) -> int:
         if native_plan.checked(result) < 0:
-            what = "has left" if result == _RANK_LEFT else f"has not answered within {self._timeout:g} s"
+            what = "has left" if result == native_plan.RANK_LEFT else f"has not answered within {self._timeout:g} s"
             raise RuntimeError(f"rank {self._failed.value} {what}")
         return result
 

@@ -27,6 +27,7 @@ _SIGNATURES = {  # P: pointer, n: number, d: double, v: nothing; the result come
     "fs_request": "nPPPPPPPPPP",
     "fs_new_mesh": "PnnP",
     "fs_free_mesh": "vP",
+    "fs_all_same": "nPPndP",
     "fs_new_batch_plan": "PPnnP",
     "fs_free_batch_plan": "vP",
     "fs_request_batch": "nPnPdPPP",
@@ -34,6 +35,9 @@ _SIGNATURES = {  # P: pointer, n: number, d: double, v: nothing; the result come
     "fs_room_of_last": "nP",
     "fs_plan_last": "nPPPP",
 }
+
+
+RANK_LEFT = -3  # what a function returns where a rank has gone
 
 
 @cache

@@ -1,4 +1,6 @@
-"""Connections between all ranks for planning: a socket for each pair, used by C (native/mesh.c) without Python's lock.
+"""Connections between ranks, sockets that C uses without Python's lock (native/mesh.c).
+
+For planning, one for each pair of ranks; to compare a few numbers, from each rank to a few others.
 
 A gloo collective takes and gives Python's lock several times; between two of them Python has work to do. The training
 thread waits for the lock each time.
@@ -16,7 +18,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +47,19 @@ class RankMesh:
         # Not at exit: a thread may still be waiting in C.
         weakref.finalize(self, _close, self.address, self._connections).atexit = False
 
+    def all_same(self, numbers: Sequence[int], timeout: float) -> bool:
+        """Whether all ranks say the same. Raises where a rank is gone, or has not come in time. Collective.
+
+        Needs the connections of `peers_to_compare`."""
+        own, failed = (ctypes.c_int64 * len(numbers))(*numbers), ctypes.c_int64()
+        same = native_plan.library().fs_all_same(
+            self.address, ctypes.addressof(own), len(numbers), timeout, ctypes.addressof(failed)
+        )
+        if same < 0:
+            # It may be waiting for another one itself.
+            raise RuntimeError(f"rank {failed.value} {'is gone' if same == native_plan.RANK_LEFT else 'has not come'}")
+        return bool(same)
+
     def hang_up(self) -> None:
         """What the others wait for fails at once, and what this rank waits for too."""
         for connection in self._connections:
@@ -58,6 +73,12 @@ def _close(address: int, connections: list[socket.socket]) -> None:
         connection.close()
 
 
+def peers_to_compare(rank: int, world: int) -> set[int]:
+    """Those that `RankMesh.all_same` tells, and those that tell this rank."""
+    distances = [1 << i for i in range((world - 1).bit_length())]
+    return {(rank + sign * d) % world for d in distances for sign in (1, -1)} - {rank}
+
+
 class _Place(NamedTuple):
     """Where a rank can be called, or why it cannot."""
 
@@ -68,9 +89,11 @@ class _Place(NamedTuple):
     token: bytes = b""  # that only the ranks know
 
 
-def open_mesh(group: dist.ProcessGroup) -> RankMesh | None:
-    """Connect all ranks of a CPU group; None, on every rank, where that cannot be done. Collective."""
+def open_mesh(group: dist.ProcessGroup, peers: Collection[int] | None = None) -> RankMesh | None:
+    """Connect the ranks of a CPU group, each with all others or with `peers`; None, on every rank, where that cannot be
+    done. Collective. A rank is a peer of its peers."""
     rank, world = group.rank(), group.size()
+    peers = set(range(world) if peers is None else peers) - {rank}
     connections: list[socket.socket | None] = [None] * world
     with contextlib.ExitStack() as stack:
         listener, place = _open_listener(stack)
@@ -80,7 +103,7 @@ def open_mesh(group: dist.ProcessGroup) -> RankMesh | None:
             dist.all_gather_object(places, place, group)
             problems = [p.problem for p in places]
             if not any(problems) and listener is not None:
-                dist.all_gather_object(problems, _try_to_connect(connections, rank, places, listener), group)
+                dist.all_gather_object(problems, _try_to_connect(connections, rank, peers, places, listener), group)
     if not any(problems):
         return RankMesh(connections, rank)
     for connection in filter(None, connections):
@@ -104,11 +127,12 @@ def _open_listener(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _
 
 
 def _try_to_connect(
-    connections: list[socket.socket | None], rank: int, places: Sequence[_Place], listener: socket.socket
-) -> str:
+    connections: list[socket.socket | None], rank: int, peers: set[int], places: Sequence[_Place],
+    listener: socket.socket,
+) -> str:  # fmt: skip
     """What went wrong, in words."""
     try:
-        _connect(connections, rank, places, listener)
+        _connect(connections, rank, peers, places, listener)
         return ""
     except OSError as error:
         return str(error)
@@ -144,26 +168,27 @@ def _addresses() -> list[str]:
 
 
 def _connect(
-    connections: list[socket.socket | None], rank: int, ranks: Sequence[_Place], listener: socket.socket
-) -> None:
-    """Every rank calls those before it and is called by those behind it. A caller says who it is, and a secret of the
-    rank that it calls, which answers with the caller's: so both know that they have not got somebody else."""
+    connections: list[socket.socket | None], rank: int, peers: set[int], ranks: Sequence[_Place],
+    listener: socket.socket,
+) -> None:  # fmt: skip
+    """Every rank calls its peers before it and is called by those behind it. A caller says who it is, and a secret of
+    the rank that it calls, which answers with the caller's: so both know that they have not got somebody else."""
     end, own = time.monotonic() + _CONNECT_SECONDS, ranks[rank]
-    for peer, place in enumerate(ranks[:rank]):
+    for peer in sorted(p for p in peers if p < rank):
+        place = ranks[peer]
         addresses = (_LOOPBACK,) if place.network == own.network else place.addresses
         connections[peer] = _call(addresses, place.port, rank, place.token, own.token, end)
         if connections[peer] is None:
             raise OSError(f"it cannot connect to rank {peer} at {' or '.join(addresses) or 'no address'}")
-    while any(c is None for c in connections[rank + 1 :]):
+    while missing := [p for p in peers if connections[p] is None]:
         if time.monotonic() > end:
-            missing = next(r for r in range(rank + 1, len(ranks)) if connections[r] is None)
-            raise OSError(f"rank {missing} has not connected to it within {_CONNECT_SECONDS:g} s")
+            raise OSError(f"rank {min(missing)} has not connected to it within {_CONNECT_SECONDS:g} s")
         with contextlib.suppress(OSError):
             connection, _ = listener.accept()
             connection.settimeout(_ATTEMPT_SECONDS)
             greeting = _receive(connection, 8 + _TOKEN_BYTES)
             (caller,) = struct.unpack("<q", greeting[:8]) if greeting else (-1,)
-            if rank < caller < len(ranks) and secrets.compare_digest(greeting[8:], own.token):
+            if caller > rank and caller in peers and secrets.compare_digest(greeting[8:], own.token):
                 connection.sendall(ranks[caller].token)
                 connections[caller] = connection
             else:

@@ -23,9 +23,8 @@ class LoopStack:
         # Groups of their own: nothing here comes between the collectives of the training. A rank may be as slow as in
         # training.
         self.timeout = timeout
-        self._sync = RankSync(self.new_cpu_group(), timeout)
         self._planning: list[PlanningConnection | None] = []  # one per depth of the stack
-        self.planning_connection(1)
+        self._sync = RankSync(self.planning_connection(1).group, self.new_cpu_group, timeout)
         self._opened = 0
         self._deferred_error: RuntimeError | None = None  # what Python did not raise where it happened
 

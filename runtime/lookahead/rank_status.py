@@ -1,7 +1,7 @@
 """Whether all ranks are at the same place when a step begins, or when pending gradients are applied.
 
 Before a step, before pending gradients are applied and at the end of a loop each rank says what it is about to do, in
-one small gather: through memory that the ranks share (status_board.py), or else over a CPU group of its own. So nobody
+one small gather: through memory that the ranks share (status_board.py), or else over connections of its own. So nobody
 starts an exchange that others will not join, and a rank that leaves its loop, or brings a wrong batch, is an error on
 every rank instead of a hang.
 """
@@ -9,6 +9,7 @@ every rank instead of a hang.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 from enum import IntEnum
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from freescale.compat import distributed
+from freescale.kernels.planning import rank_mesh
 from freescale.kernels.transports import launch_record
 from freescale.runtime.lookahead.loop_state import UNKNOWN_BATCH, LoopState
 from freescale.runtime.lookahead.status_board import open_board
@@ -54,11 +56,20 @@ class RankStatus(NamedTuple):
 
 
 class RankSync:
-    """Compares the ranks' status over a group of its own."""
+    """Compares the ranks' status: in memory that they share; or over connections of its own, where whether all say the
+    same takes log2(ranks) messages, and what each says, if they do not, a gather over a group of its own."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        self._group, self._timeout = group, timeout
-        self._board = open_board(group) if group.size() > 1 else None
+    def __init__(
+        self, group: dist.ProcessGroup, new_group: Callable[[], dist.ProcessGroup], timeout: timedelta
+    ) -> None:
+        """`group`: to begin with, where nobody else uses it; `new_group`: makes one. Collective."""
+        self._world, self._timeout = group.size(), timeout
+        self._board = open_board(group) if self._world > 1 else None
+        self._group: dist.ProcessGroup | None = None
+        self._mesh: rank_mesh.RankMesh | None = None
+        if self._world > 1 and self._board is None:
+            self._group = new_group()
+            self._mesh = rank_mesh.open_mesh(self._group, rank_mesh.peers_to_compare(group.rank(), self._world))
         self.failure: str | None = None  # why the ranks cannot be compared any more
 
     def synchronize(self, loop: LoopState, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
@@ -119,10 +130,13 @@ class RankSync:
             raise RuntimeError(f"freescale: {self.failure}") from error
 
     def _gather(self, own: RankStatus) -> list[list[int]]:
-        if self._group.size() == 1:
+        if self._world == 1:
             return [list(own)]
         if self._board is not None:
             return self._board.gather(own, self._timeout.total_seconds())
+        if self._mesh is not None and self._mesh.all_same(own, self._timeout.total_seconds()):
+            return [list(own)] * self._world
+        assert self._group is not None
         return distributed.gather_ints(own, self._group)
 
 

@@ -1,0 +1,102 @@
+"""Ranks that share no memory: whether all say the same, over a few connections each, and what a loop makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import two_tables
+from freescale.kernels.planning import native_plan, rank_mesh
+from freescale.runtime.lookahead import rank_status
+from ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(native_plan.library() is None, reason="no C compiler")
+
+
+@pytest.mark.parametrize("world", (2, 3, 7, 8, 1000, 4096))
+def test_few_peers_who_know_each_other(world):
+    few = 2 * (world - 1).bit_length()
+    for rank in {0, 1, world // 3, world - 1}:
+        peers = rank_mesh.peers_to_compare(rank, world)
+        assert len(peers) <= few and rank not in peers
+        assert all(rank in rank_mesh.peers_to_compare(peer, world) for peer in peers)
+
+
+def _open():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return rank_mesh.open_mesh(dist.group.WORLD, rank_mesh.peers_to_compare(rank, world)), rank, world
+
+
+def _compared():
+    mesh, rank, world = _open()
+    found = [mesh.all_same([7, -1, 2**40], 30.0)]
+    for odd_one in range(world):  # every rank hears of it, wherever it is
+        found.append(mesh.all_same([3, int(rank == odd_one)], 30.0))
+    found.append(mesh.all_same([rank // 2], 30.0))
+    return [*found, mesh.all_same([5], 30.0)]
+
+
+@pytest.mark.parametrize("world", (2, 3, 6))
+def test_all_ranks_hear_whether_all_say_the_same(world):
+    expected = [True, *[False] * world, world == 2, True]
+    assert run_ranks(_compared, world) == [expected] * world
+
+
+def _waits_in_vain(seconds, leaves):
+    mesh, rank, _ = _open()
+    dist.barrier()
+    if rank == 1:
+        if leaves:
+            mesh.hang_up()
+        else:
+            dist.barrier()
+        return "away"
+    try:
+        mesh.all_same([1], seconds)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        if not leaves:
+            dist.barrier()
+    return "all there"
+
+
+def test_a_rank_that_leaves_or_stays_away():
+    first, _, third = run_ranks(_waits_in_vain, 3, 30.0, True)
+    assert "rank 1 is gone" in (first, third)
+    first, _, third = run_ranks(_waits_in_vain, 3, 1.0, False)
+    assert "rank 1 has not come" in (first, third)
+
+
+def _without_shared_memory(closes_early):
+    gathers = mock.Mock(wraps=rank_status.distributed.gather_ints)
+    with mock.patch.object(rank_status, "open_board", lambda group: None):
+        trainer = two_tables.Trainer("rowwise_adagrad")
+        with mock.patch.object(rank_status.distributed, "gather_ints", gathers):
+            result = trainer.train(0.3, 12, wrapped=True)
+    in_common = trainer.train(0.3, 12, wrapped=False)
+    error = ""
+    if closes_early:
+        import freescale
+
+        with contextlib.suppress(StopIteration):
+            loader = iter(freescale.LookaheadLoader(two_tables.Batches(6, 0.3), trainer.compiled))
+            batch = next(loader)
+            if dist.get_rank() == 1:
+                loader.close()
+            else:
+                try:
+                    trainer.compiled(batch)
+                except RuntimeError as e:
+                    error = str(e)
+    return two_tables.same(result, in_common), gathers.call_count, error
+
+
+def test_a_loop_without_shared_memory():
+    """The same training; what each rank says is gathered where they differ alone: at the end, never in a step."""
+    for rank, (same, gathers, error) in enumerate(run_ranks(_without_shared_memory, 2, True)):
+        assert same and gathers <= 2
+        assert rank == 1 or "rank 1: leaves its loop" in error
