@@ -75,6 +75,7 @@ class ShardedEmbedding(nn.Module):
         self.register_buffer("momentum", local.new_zeros(own_shard.rows if optimizer == "rowwise_adagrad" else 0))
         self._exchange = Exchange(name, self, list(self.shards), [num_embeddings], [(name, 0)], group)
         self.register_state_dict_pre_hook(open_transports.drain)
+        self.register_load_state_dict_post_hook(_update_anchor)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self._exchange.lookup([ids], self._divide_by)[0]
@@ -109,6 +110,11 @@ class ShardedEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.optimizer!r}, lr={self.lr}"
+
+
+def _update_anchor(table: ShardedEmbedding, _: object) -> None:
+    """`load_state_dict(assign=True)` brings other tensors: to a table on the meta device, or from a mapped file."""
+    table._exchange.update_anchor()
 
 
 def _shards(rows: int, sharding: str, owner: int, world: int) -> list[exchange_plan.Shard]:
