@@ -59,7 +59,9 @@ class Config:
         "LOCAL_WORLD_SIZE) and reach each other, else `staged`",
         ("auto", "c10d", "staged", "peer", "nixl"),
     )
-    ring_mb: float = _flag(256.0, "Host memory in MiB that `staged` or `nixl` pins on each rank, once; a longer message waits")
+    ring_mb: float = _flag(
+        256.0, "Host memory in MiB that `staged` or `nixl` pins on each rank, once; a longer message waits"
+    )
     min_bytes: float = _flag(64.0, "A plain all-to-all whose rows have fewer bytes is not split by consumer")
 
     def __post_init__(self) -> None:

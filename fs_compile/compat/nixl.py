@@ -1,7 +1,7 @@
 """NVIDIA's NIXL, an optional library: one-sided writes into the memory of other processes, by UCX on whatever it finds.
 
-RDMA where there is a network for it; shared memory and TCP elsewhere. No names of torch here, but another library's, and
-the only place that has them.
+RDMA where there is a network for it; shared memory and TCP elsewhere. No names of torch here, but all that freescale
+knows of another library's.
 """
 
 from __future__ import annotations

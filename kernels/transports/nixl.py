@@ -2,9 +2,9 @@
 
     device of the sender --copy engine--> slot --one-sided write--> slot --copy engine--> device of the receiver
 
-Slots lie between every two ranks, on both sides, for each priority. Copies and signals of the device are as in `staged`;
-between the slots, NIXL writes: RDMA where UCX finds a network for it, else shared memory or TCP. One thread for each
-priority has it do so (nixl_relay.py), so a launch is one call, which waits for nothing.
+For each priority every rank has slots for every other, to send from and to receive in. Copies and signals of the device
+are as in `staged`; between the slots NIXL writes, by RDMA where UCX finds a network for it, else shared memory or TCP.
+A thread for each priority has it do so (nixl_relay.py), so a launch is one call, which waits for nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OUT_FULL, _OUT_FREE, _IN_FULL, _IN_FREE = range(4)
 
 @dataclass(frozen=True)
 class HostLayout:
-    """Where a rank's slots and words lie in its memory: by priority, by direction (out, in), by peer. Words come last."""
+    """Where a rank's slots lie in its memory, and behind them their words: by priority, then way, then peer."""
 
     world: int
     slots: int
@@ -90,12 +90,13 @@ class NixlTransport(CopyTransport):
         self._mapped = self._resources.pin(self._memory)
         self.streams = self._resources.open_streams()
         levels, peers = range(PRIORITY_LEVELS), range(self.world)
-        lanes = [[[self._lane(level, peer, sends) for peer in peers] for sends in (True, False)] for level in levels]
-        piece_bytes = layout.piece_bytes
+        lanes_out = [[self._lane(level, peer, True) for peer in peers] for level in levels]
+        lanes_in = [[self._lane(level, peer, False) for peer in peers] for level in levels]
+        lanes = zip(lanes_out, lanes_in, strict=True)
         self._open_channels(
-            [Channel(self.rank, *ways, *of, piece_bytes) for ways, of in zip(self.streams, lanes, strict=True)]
+            [Channel(self.rank, *ways, *of, layout.piece_bytes) for ways, of in zip(self.streams, lanes, strict=True)]
         )
-        all_lanes = [lane for level in lanes for way in level for lane in way]
+        all_lanes = [lane for of_level in (*lanes_out, *lanes_in) for lane in of_level]
         self._wait_words = [lane.wait_words for lane in all_lanes if lane.wait_words is not None]
         self._stop_threads, self._released = threading.Event(), threading.Event()
         self._agents: list[nixl.Agent] = []
@@ -179,7 +180,8 @@ class NixlTransport(CopyTransport):
         row_bytes: int,
     ) -> Any:  # fmt: skip
         done = super()._put_on_streams(level, stream, x, out, send_counts, recv_counts, row_bytes)
-        self._threads[level].enqueue(*([n * row_bytes for n in counts.tolist()] for counts in (send_counts, recv_counts)))
+        send, recv = ([n * row_bytes for n in counts.tolist()] for counts in (send_counts, recv_counts))
+        self._threads[level].enqueue(send, recv)
         return done
 
     def missing_peers(self) -> set[int]:

@@ -29,7 +29,7 @@ _NOTIFICATION = struct.Struct("<Bq")  # which of these; the number of a piece, o
 
 
 class PeerSlots(NamedTuple):
-    """What lies between this rank and one peer, at one priority. Words are [slots]; each holds the round of its slot."""
+    """What lies between this rank and one peer, at one priority. Words are [slots]: the round that each slot is in."""
 
     out_address: int  # of the first slot
     out_full: np.ndarray  # written by the device

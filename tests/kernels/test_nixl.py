@@ -7,10 +7,11 @@ import time
 from unittest import mock
 
 import pytest
+import test_gpu
+import test_transports
 import torch
 import torch.distributed as dist
 
-import test_transports
 from freescale.compat import nixl
 from ranks import run_ranks
 
@@ -128,3 +129,36 @@ def _one_rank_without_it():
 def test_one_rank_without_nixl_is_an_error_on_every_rank():
     for said in run_ranks(_one_rank_without_it, 2, expect_errors=True):
         assert "freescale: nixl: rank 1 cannot open it: NVIDIA's NIXL is missing" in said
+
+
+# ---- on CUDA: ranks on one GPU -------------------------------------------------------------------------------------
+
+
+class TestOnCuda:
+    pytestmark = test_transports.gpu
+
+    @pytest.mark.parametrize("world", (1, 2, 4))
+    def test_all_to_all_with_delays(self, world):
+        assert all(run_ranks(test_transports.every_kind, world, ("nixl",), 24, True, timeout=100))
+
+    def test_over_tcp(self):
+        env = {"UCX_TLS": "tcp,cuda_copy"}  # the copy is for UCX to know a GPU's memory when it sees it
+        assert all(run_ranks(test_transports.every_kind, 2, ("nixl",), 24, True, env=env, timeout=100))
+
+    def test_a_message_larger_than_the_ring(self):
+        assert all(run_ranks(test_transports.smaller_than_a_message, 2, "nixl", "cuda", timeout=100))
+
+    def test_a_rank_that_dies_is_named(self):
+        test_transports.check_death("nixl", "cuda", 30, 15)
+
+    def test_training_gives_the_bits_of_c10d(self):
+        """100 steps, look-ahead on and off."""
+        found, expected = (
+            run_ranks(test_gpu._hundred_steps, 2, env={"FREESCALE_TRANSPORT": name}, timeout=200)
+            for name in ("nixl", "c10d")
+        )
+        for (states, used), (others, _) in zip(found, expected, strict=True):
+            assert used == ["nixl"]
+            for key, (losses, state) in states.items():
+                assert losses == others[key][0], key
+                assert all(torch.equal(state[k], others[key][1][k]) for k in state), key
