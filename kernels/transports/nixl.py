@@ -27,13 +27,14 @@ import torch.distributed as dist
 from freescale.compat import distributed, nixl
 from freescale.kernels.transports.base import CopyTransport, release_words
 from freescale.kernels.transports.channel import Channel
-from freescale.kernels.transports.cuda_driver import CudaDriver
+from freescale.kernels.transports.cuda_driver import CudaDriver, refuse_without_caching
 from freescale.kernels.transports.nixl_relay import NixlRelay, PeerReports, PeerSlots
 from freescale.kernels.transports.shared_segment import cpu_group
 from freescale.kernels.transports.slot_rings import PAGE_BYTES, PRIORITY_LEVELS, WORD_STRIDE, Lane
 
 RING_BYTES = 256 << 20  # per rank
 PIECE_BYTES = 4 << 20  # at most, per slot
+_OPEN_SECONDS = 60.0  # at least: UCX looks for networks, for each priority
 _CLOSE_SECONDS = 5.0
 _OUT_FULL, _OUT_FREE, _IN_FULL, _IN_FREE = range(4)
 
@@ -242,9 +243,10 @@ def open_transport(
     driver: Any = None,
 ) -> CopyTransport:
     """Make the group's transport. Collective: every rank calls it, with the same arguments."""
+    refuse_without_caching("nixl")
     if driver is None:
         driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
     seconds = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
-    gloo_group = cpu_group(group, seconds)
+    gloo_group = cpu_group(group, max(seconds, _OPEN_SECONDS))
     _raise_first(dist.get_process_group_ranks(group), _gather(nixl.missing_reason(), gloo_group))
     return NixlTransport(group, driver, seconds, gloo_group, fit_layout(group.size(), ring_bytes, piece_bytes))

@@ -22,7 +22,7 @@ import numpy as np
 from freescale.compat import nixl
 from freescale.kernels.transports.slot_rings import at_least
 
-_POLL_SECONDS = 20e-6, 1e-3  # between two looks: at first, and at most when nothing happens
+_POLL_SECONDS = 20e-6, 2e-4  # between two looks: at first, and at most when nothing happens
 _PING_SECONDS = 0.2  # between two looks whether the peers that a thread waits for are there
 _WRITTEN, _EMPTIED, _LOST, _PING, _LAUNCHED = range(5)
 _NOTIFICATION = struct.Struct("<Bq")  # which of these; the number of a piece, of a rank, or of messages
@@ -157,15 +157,23 @@ class NixlRelay(threading.Thread):
         while not self._stopped.is_set():
             self._take_messages(wait=not self._has_work())
             moved = self._read_notifications()
-            for peer in self._writing:
-                if not self._reports.is_lost(peer):
-                    moved |= self._post(peer) | self._finish_posted(peer) | self._give_slots_back(peer)
+            for peer in self.peers:
+                moved |= self._move(peer)
             if moved:
                 pause = shortest
             elif self._has_work():
                 self._ping()
                 time.sleep(pause)
                 pause = min(1.5 * pause, _POLL_SECONDS[1])
+
+    def _move(self, peer: int) -> bool:
+        """Whatever can be done now, without waiting. Most peers have nothing to do at a time."""
+        writing, reading, moved = self._writing[peer], self._reading[peer], False
+        if (writing.sizes or writing.posted or reading.full) and not self._reports.is_lost(peer):
+            moved = bool(writing.sizes) and self._post(peer)
+            moved |= bool(writing.posted) and self._finish_posted(peer)
+            moved |= bool(reading.full) and self._give_slots_back(peer)
+        return moved
 
     def _take_messages(self, wait: bool) -> None:
         try:

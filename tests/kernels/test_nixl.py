@@ -120,6 +120,13 @@ def test_a_ring_that_is_too_small_is_refused():
     assert all(run_ranks(_refused, 2))
 
 
+def test_it_refuses_to_run_without_caching(monkeypatch):
+    """A tensor that is freed would wait for the device, and with it Python's lock, which the threads need."""
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    with pytest.raises(RuntimeError, match="freescale: nixl cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING set"):
+        test_transports.nixl.open_transport(None)
+
+
 def _one_rank_without_it():
     if dist.get_rank() == 1:
         mock.patch.object(nixl, "missing_reason", lambda: "NVIDIA's NIXL is missing").start()
