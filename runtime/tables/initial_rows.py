@@ -30,18 +30,19 @@ def fill_uniform(rows: torch.Tensor, first: int, bound: float, seed: int) -> Non
     size = max(1, BLOCK_VALUES // dim)  # of a block, in rows
     drawn = np.float64 if rows.dtype == torch.float64 else np.float32
 
-    def fill_block(block: int) -> None:
-        values = np.random.Generator(np.random.Philox(key=[seed, block])).random((size, dim), dtype=drawn)
+    def draw(block: int) -> np.ndarray:
+        needed = min(size, first + n - block * size)  # from the block's first row on
+        values = np.random.Generator(np.random.Philox(key=[seed, block])).random((needed, dim), dtype=drawn)
         values *= 2 * bound
         values -= bound
-        begin, end = max(block * size, first), min((block + 1) * size, first + n)
-        rows[begin - first : end - first].copy_(torch.from_numpy(values[begin - block * size : end - block * size]))
+        return values
 
     blocks = range(first // size, -(-(first + n) // size)) if n else range(0)
-    if len(blocks) <= 1 or torch.get_num_threads() == 1:
-        for block in blocks:
-            fill_block(block)
-        return
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # NumPy draws without Python's lock
-        for _ in threads.map(fill_block, blocks):
-            pass
+    at_once = max(1, min(torch.get_num_threads(), len(blocks)))
+    with ThreadPoolExecutor(at_once) as threads:  # NumPy draws without Python's lock
+        for i in range(0, len(blocks), at_once):
+            some = blocks[i : i + at_once]
+            for block, values in zip(some, threads.map(draw, some) if at_once > 1 else map(draw, some), strict=True):
+                begin, end = max(block * size, first), min((block + 1) * size, first + n)
+                part = values[begin - block * size : end - block * size]
+                rows[begin - first : end - first].copy_(torch.from_numpy(part))  # here: on the caller's stream
