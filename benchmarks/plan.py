@@ -127,7 +127,8 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.S
         _, (planned,) = plan.plan(native_plan.address_of(memory))
         clock.append(time.thread_time())
         arrays = _tensors(memory, planned.rows)
-        after = step_plan.plan_rows(number, arrays, planned.row_counts, planned.urgent_entries, like)
+        values = step_plan.count_values({})
+        after = step_plan.plan_rows(number, arrays, values, planned.row_counts, planned.urgent_entries, like)
         if before is not None:
             step_plan.plan_gradients(before, _tensors(memory, planned.gradients), planned.gradient_counts)
         clock.append(time.thread_time())

@@ -3,7 +3,7 @@
     pack_rows      rows of a table, one after another, for all peers at once
     sum_rows       sums of rows in a fixed order (defined in reference.py; here it gets its GPU implementation)
     expect_ids     are ids those of the plan? (defined in reference.py)
-    update_rows    sum_rows, then one step of SGD or row-wise Adagrad on the rows, in place, in one pass over memory
+    update_rows    sum_rows, then one step of SGD or (row-wise) Adagrad on the rows, in place, in one pass over memory
 
 On a GPU rows of float32, bfloat16 and float16 are the Triton kernels' (row_kernels_triton.py), which never wait for the
 device; anything else is the definition's plain torch. The kernels give the definitions' bits, with one
@@ -22,7 +22,7 @@ from freescale.kernels import reference
 from freescale.kernels.ops.schemas import lib
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-OPTIMIZERS = ("sgd", "rowwise_adagrad")
+OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
 MAX_SUMMANDS = torch.iinfo(torch.int32).max  # rows of one tensor that kernels add up; tables may have more
 MAX_COLUMNS = 16384  # of a row that one program of a kernel can hold
 
@@ -61,19 +61,24 @@ def expect_ids(token, ids, planned, step, table):
 def update_rows(
     weight: torch.Tensor, momentum: torch.Tensor | None, grad: torch.Tensor, rows: torch.Tensor,
     order: torch.Tensor, ends: torch.Tensor, lr: float, eps: float, optimizer: str, longest: int | None = None,
+    fused: bool = False,
 ) -> None:  # fmt: skip
     """One optimizer step on weight[rows[i]] with the sum of grad[order[ends[i-1]]] ... grad[order[ends[i]-1]].
 
-    Rows are distinct. `momentum`, one number per row of the table, is row-wise Adagrad's. `longest` is the most
-    gradients that a row has, where the caller knows a bound (the number of ranks, if each sends a row once): it saves
-    the search for rows with very many.
+    Rows are distinct. `momentum` is Adagrad's, one number per element of the table, or row-wise Adagrad's, one per row.
+    `longest` is the most gradients that a row has, where the caller knows a bound (the number of ranks, if each sends a
+    row once): it saves the search for rows with very many. `fused`: the kernels round a product and a sum once, as
+    FBGEMM does; else twice, as torch does.
     """
     _check("update_rows", weight, rows=rows, order=order, ends=ends)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"freescale: optimizer must be one of {', '.join(OPTIMIZERS)}, found {optimizer!r}")
-    if (momentum is not None) != (optimizer == "rowwise_adagrad"):
-        found = "none" if momentum is None else "one"
-        raise ValueError(f"freescale: rowwise_adagrad needs a momentum, sgd has none, found {optimizer} with {found}")
+    shape = None if momentum is None else list(momentum.shape)
+    needed = {"sgd": None, "adagrad": list(weight.shape), "rowwise_adagrad": [weight.shape[0]]}[optimizer]
+    if shape != needed:
+        raise ValueError(
+            f"freescale: {optimizer} on {list(weight.shape)} rows needs {_momentum(needed)}, found {_momentum(shape)}"
+        )
     if rows.shape != ends.shape or grad.shape[1:] != weight.shape[1:]:
         raise ValueError(
             f"freescale: update_rows expected gradients [n, {weight.shape[1]}] and as many ends as rows, "
@@ -84,7 +89,11 @@ def update_rows(
         return
     from freescale.kernels import row_kernels_triton
 
-    row_kernels_triton.update_segments(weight, momentum, grad.contiguous(), rows, order, ends, lr, eps, longest)
+    row_kernels_triton.update_segments(weight, momentum, grad.contiguous(), rows, order, ends, lr, eps, longest, fused)
+
+
+def _momentum(shape: list[int] | None) -> str:
+    return "no momentum" if shape is None else f"a momentum {shape}"
 
 
 def update_rows_reference(
@@ -99,13 +108,16 @@ def update_rows_reference(
 def step_rows(
     weight: torch.Tensor, momentum: torch.Tensor | None, rows: torch.Tensor, grads: torch.Tensor, lr: float, eps: float
 ) -> None:
-    """One step of SGD, or with a momentum of row-wise Adagrad, with one gradient per row, in the gradients' type."""
-    step_size = torch.full((rows.shape[0],), lr, dtype=grads.dtype, device=weight.device)
+    """One step of SGD, or with a momentum of (row-wise) Adagrad, with one gradient per row, in the gradients' type."""
+    step = lr * grads
     if momentum is not None:
-        new_momentum = momentum.index_select(0, rows).to(grads.dtype) + grads.square().sum(1) / weight.shape[1]
+        squares = grads.square()
+        new_momentum = momentum.index_select(0, rows).to(grads.dtype)
+        new_momentum = new_momentum + (squares.sum(1) / weight.shape[1] if momentum.dim() == 1 else squares)
         momentum.index_copy_(0, rows, new_momentum.to(momentum.dtype))
-        step_size = lr / (new_momentum.sqrt() + eps)
-    new_weight = weight.index_select(0, rows).to(grads.dtype) - step_size[:, None] * grads
+        denominator = new_momentum.sqrt() + eps
+        step = (lr / denominator)[:, None] * grads if momentum.dim() == 1 else lr * (grads / denominator)
+    new_weight = weight.index_select(0, rows).to(grads.dtype) - step
     weight.index_copy_(0, rows, new_weight.to(weight.dtype))
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from freescale.compat.triton_launch import launch
 from freescale.kernels.reference import RUN_LENGTH
 
-SUM, SGD, ADAGRAD = 0, 1, 2
+SUM, SGD, ROWWISE_ADAGRAD, ADAGRAD = 0, 1, 2, 3
 LONG_SEGMENT = 16  # a segment with more entries is a long one
 SCAN_PROGRAMS = 4096  # programs that look for long segments
 LONG_UNROLL = 16  # entries of a long segment that are in flight at once
@@ -50,20 +50,34 @@ def _load_momenta(momentum, row, MODE: tl.constexpr):
 
 
 @triton.jit
-def _optimizer_step(weight, momentum, row, w, m, grad, column, lr, eps, DIM: tl.constexpr, MODE: tl.constexpr):
-    """The optimizer's step in float32, rounded once."""
+def _subtract_product(w, a, b, FUSED: tl.constexpr):
+    """w - a * b, rounded once if FUSED, else twice."""
+    return tl.fma(-a, b, w) if FUSED else w - a * b
+
+
+@triton.jit
+def _optimizer_step(
+    weight, momentum, row, w, m, grad, column, lr, eps, DIM: tl.constexpr, MODE: tl.constexpr, FUSED: tl.constexpr
+):
+    """The optimizer's step in float32, rounded once to the type of the rows."""
     w = w.to(tl.float32)
+    inside = (row >= 0)[:, None] & (column < DIM)[None, :]
+    place = row[:, None].to(tl.int64) * DIM + column[None, :]
     if MODE == 2:
         squares = tl.sum(grad * grad, axis=1)
         mean = squares * (1.0 / DIM) if (DIM & (DIM - 1)) == 0 else tl.math.div_rn(squares, DIM * 1.0)
         m = m.to(tl.float32) + mean
         tl.store(momentum + row, m.to(momentum.dtype.element_ty), mask=row >= 0)
         step = tl.math.div_rn(1.0, tl.math.sqrt_rn(m) + eps) * lr
-        w = w - step[:, None] * grad
+        w = _subtract_product(w, step[:, None] + tl.zeros_like(grad), grad, FUSED)
+    elif MODE == 3:
+        old = tl.load(momentum + place, mask=inside, other=0.0).to(tl.float32)
+        m = tl.fma(grad, grad, old) if FUSED else old + grad * grad
+        tl.store(momentum + place, m.to(momentum.dtype.element_ty), mask=inside)
+        w = _subtract_product(w, lr + tl.zeros_like(grad), tl.math.div_rn(grad, tl.math.sqrt_rn(m) + eps), FUSED)
     else:
-        w = w - lr * grad
-    inside = (row >= 0)[:, None] & (column < DIM)[None, :]
-    tl.store(weight + row[:, None].to(tl.int64) * DIM + column[None, :], w.to(weight.dtype.element_ty), mask=inside)
+        w = _subtract_product(w, lr + tl.zeros_like(grad), grad, FUSED)
+    tl.store(weight + place, w.to(weight.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -103,7 +117,7 @@ def _add_rows(total, x, x_rows, column, DIM: tl.constexpr, UNROLL: tl.constexpr)
 def _short_segments(
     x, order, ends, out, rows, weight, momentum, n_segments, lr, eps,
     DIM: tl.constexpr, MODE: tl.constexpr, LONG_SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr,
-    UNROLL: tl.constexpr, ROW: tl.constexpr, INDEX: tl.constexpr,
+    UNROLL: tl.constexpr, ROW: tl.constexpr, INDEX: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     stride = tl.num_programs(0).to(INDEX) * SEGMENTS
@@ -134,7 +148,7 @@ def _short_segments(
             to = out + segment[:, None].to(tl.int64) * DIM + column[None, :]
             tl.store(to, total.to(out.dtype.element_ty), mask=live[:, None] & (column < DIM)[None, :])
         else:
-            _optimizer_step(weight, momentum, tl.where(live, row, -1), w, m, total, column, lr, eps, DIM, MODE)
+            _optimizer_step(weight, momentum, tl.where(live, row, -1), w, m, total, column, lr, eps, DIM, MODE, FUSED)
         begin, length, live, x_rows, row, m = begin1, length1, live1, x_rows1, row1, m1
         begin1, length1, live1, row1 = begin2, length2, live2, row2
 
@@ -212,7 +226,7 @@ def _add_run_sums(sums, begin, end, column, DIM: tl.constexpr, RUN_LENGTH: tl.co
 def _long_segments(
     x, order, ends, out, rows, weight, momentum, n_segments, lr, eps, sums,
     DIM: tl.constexpr, MODE: tl.constexpr, LONG_SEGMENT: tl.constexpr, RUN_LENGTH: tl.constexpr, SCAN: tl.constexpr,
-    COLUMNS: tl.constexpr, UNROLL: tl.constexpr, ROW: tl.constexpr,
+    COLUMNS: tl.constexpr, UNROLL: tl.constexpr, ROW: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     programs = tl.num_programs(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -237,7 +251,7 @@ def _long_segments(
             if MODE == 0:
                 tl.store(out + one * DIM + column, total.to(out.dtype.element_ty), mask=column < DIM)
             else:
-                _optimizer_step(weight, momentum, row, w, m, total[None, :], column, lr, eps, DIM, MODE)
+                _optimizer_step(weight, momentum, row, w, m, total[None, :], column, lr, eps, DIM, MODE, FUSED)
 
 
 def gather(source: torch.Tensor, index: torch.Tensor, tile: int = 4096, warps: int = 4) -> torch.Tensor:
@@ -278,14 +292,17 @@ def sum_segments(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> to
 
 def update_segments(
     weight: torch.Tensor, momentum: torch.Tensor | None, grad: torch.Tensor, rows: torch.Tensor,
-    order: torch.Tensor, ends: torch.Tensor, lr: float, eps: float, longest: int | None = None,
+    order: torch.Tensor, ends: torch.Tensor, lr: float, eps: float, longest: int | None = None, fused: bool = False,
 ) -> None:  # fmt: skip
-    """SGD without `momentum`, row-wise Adagrad with it. No segment has more than `longest` entries."""
-    mode = SGD if momentum is None else ADAGRAD
-    _launch(grad, order, ends, None, rows, weight, momentum, lr, eps, mode, longest=longest)
+    """SGD without `momentum`, row-wise Adagrad with one number per row, Adagrad with one per element.
+
+    No segment has more than `longest` entries.
+    """
+    mode = SGD if momentum is None else ROWWISE_ADAGRAD if momentum.dim() == 1 else ADAGRAD
+    _launch(grad, order, ends, None, rows, weight, momentum, lr, eps, mode, longest, fused=fused)
 
 
-def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=None, programs=256):
+def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=None, programs=256, fused=False):
     """On up to `programs` to a processor."""
     n, dim = ends.shape[0], x.shape[1]
     if n == 0 or dim == 0:
@@ -303,7 +320,8 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
     index = tl.int32 if n + 3 * grid[0] * segments < 2**31 else tl.int64
     # A product and a sum must not become one instruction that rounds once: the reference rounds twice.
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    launch(_short_segments, grid, *args, dim, mode, LONG_SEGMENT, segments, columns, unroll, row, index, **options)
+    sizes = LONG_SEGMENT, segments, columns, unroll, row, index
+    launch(_short_segments, grid, *args, dim, mode, *sizes, fused, **options)
     entries = order.shape[0]
     most = entries if longest is None else min(longest, entries)
     if most <= LONG_SEGMENT:
@@ -315,7 +333,7 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
         sums = x.new_empty((2 * windows, dim), dtype=torch.float32)
         of_runs = dim, RUN_LENGTH, columns, LONG_UNROLL
         launch(_sum_runs, (windows,), x, order, ends, sums, n, entries, *of_runs, **options)
-    constants = dim, mode, LONG_SEGMENT, RUN_LENGTH, 256, columns, LONG_UNROLL, row
+    constants = dim, mode, LONG_SEGMENT, RUN_LENGTH, 256, columns, LONG_UNROLL, row, fused
     launch(_long_segments, (min(SCAN_PROGRAMS, n),), *args, sums, *constants, **options)
 
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from freescale.compat import distributed
+from freescale.compat import distributed, dynamo
 from freescale.kernels.ops.schemas import lib
 
 _KEY = "freescale/agree"
@@ -74,7 +74,8 @@ def _agree_on_launches(first: torch.Tensor, launches: str, group_name: str, time
     return first.new_empty(0)
 
 
-lib.impl("agree", torch.compiler.disable(_agree_on_launches), "CompositeExplicitAutograd")
+# untraced: as every op (kernels/reference.py)
+lib.impl("agree", dynamo.untraced(_agree_on_launches), "CompositeExplicitAutograd")
 
 
 def _read_all(timeout: float, ranks: list[int], group: str) -> dict[int, dict[str, object]]:

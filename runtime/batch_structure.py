@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -60,6 +61,11 @@ def leaves(x: Any) -> Iterator[Any]:
 
 def feature_ids(batch: Any, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
     """The ids of each wanted feature, on the CPU. An error names the feature that is missing or there twice."""
+    return feature_ids_and_counts(batch, wanted)[0]
+
+
+def feature_ids_and_counts(batch: Any, wanted: Iterable[str]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Also how many values every key has of the KeyedJaggedTensors that hold the ids, wanted or not."""
     wanted = list(dict.fromkeys(wanted))
     ids: dict[str, torch.Tensor] = {}
     places = list(_find_features("", batch, wanted))
@@ -81,7 +87,9 @@ def feature_ids(batch: Any, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
             f"freescale: the batch has no feature {', '.join(map(repr, missing))}, which the model looks up; "
             f"found {describe_structure(batch)}"
         )
-    return ids
+    twice = Counter(key for of_keys in splits.values() for key in of_keys)
+    counts = {key: part.shape[0] for of_keys in splits.values() for key, part in of_keys.items() if twice[key] == 1}
+    return ids, counts
 
 
 def _ids_on_host(holders: Sequence[Any]) -> dict[int, list[torch.Tensor]]:

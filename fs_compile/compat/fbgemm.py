@@ -15,6 +15,18 @@ def flat_weight(emb: Any) -> torch.Tensor:
     return emb.weights_dev if emb.weights_dev.numel() else emb.weights_host
 
 
+def flat_momentum(emb: Any) -> torch.Tensor:
+    """Of Adagrad, one number for each element of the rows; of row-wise Adagrad, one for each row."""
+    return emb.momentum1_dev if emb.momentum1_dev.numel() else emb.momentum1_host
+
+
+def plain_step(emb: Any) -> bool:
+    """Whether the optimizer's step is the formula in the books, and its state in ordinary memory."""
+    args, state = emb.optimizer_args, emb.momentum1_uvm
+    in_unified_memory = state.is_floating_point() and state.numel()  # without state, it is a placeholder of integers
+    return not (args.weight_decay or args.max_norm or args.gradient_clipping or in_unified_memory)
+
+
 def in_unified_memory(emb: Any) -> bool:
     return bool(emb.weights_uvm.numel())
 
@@ -56,6 +68,7 @@ def names_used_by(cls: type) -> set[str]:
 def probe() -> None:
     """Raise if a private name that is used here is gone. Does nothing where FBGEMM is not installed."""
     try:
+        from fbgemm_gpu.split_embedding_codegen_lookup_invokers.lookup_args import OptimizerArgs
         from fbgemm_gpu.split_embedding_configs import SparseType
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen as Emb
     except ImportError:
@@ -66,6 +79,7 @@ def probe() -> None:
         "_used_rowwise_adagrad_with_counter", "_used_rowwise_adagrad_with_global_weight_decay",
     } - names_used_by(Emb)  # fmt: skip
     assert not missing, missing
-    tensors = {f"weights_{place}" for place in ("dev", "host", "uvm")}
+    tensors = {f"weights_{place}" for place in ("dev", "host", "uvm")} | {"momentum1_dev", "momentum1_host"}
     assert tensors <= names_used_by(Emb), tensors - names_used_by(Emb)
+    assert {"weight_decay", "max_norm", "gradient_clipping", "eps"} <= set(OptimizerArgs._fields)
     assert callable(Emb.get_learning_rate) and callable(Emb.set_learning_rate)

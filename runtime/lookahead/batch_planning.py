@@ -49,6 +49,7 @@ class _Loaded:
     error: BaseException | None = None
     batch: Any = None
     ids: list[list[torch.Tensor]] = field(default_factory=list)  # per exchange and feature
+    value_counts: dict[str, int] = field(default_factory=dict)  # of the keys of its KeyedJaggedTensors
     for_balancer: list[int] = field(default_factory=lambda: _NOTHING_TO_BALANCE)
     loader_state: Any = None
 
@@ -112,7 +113,7 @@ class BatchPlanning:
             self._require_same_structure(loaded.batch)
             self._require_plannable(loaded.batch)
             if self.balancer is None:
-                loaded.ids = self._ids_of(loaded.batch)
+                self._find_ids(loaded)
             else:
                 loaded.for_balancer = self.balancer.prepare(self.number, loaded.batch)
         except StopIteration:
@@ -129,7 +130,7 @@ class BatchPlanning:
             loaded.status, loaded.error = _FAILED, error
         else:
             try:
-                loaded.ids = self._ids_of(loaded.batch)
+                self._find_ids(loaded)
             except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)
                 loaded.status, loaded.error = _FAILED, error
 
@@ -152,7 +153,7 @@ class BatchPlanning:
         block = PlanBlock(self._plan.needed, self._device, packable_tensors(batch, self._device))
         self.busy_since = time.monotonic()
         block.fill(lambda address: self._plan.plan(address, block.copies))
-        planned = PlannedBatch(self.number, batch, block, loaded.loader_state, moved)
+        planned = PlannedBatch(self.number, batch, block, loaded.value_counts, loaded.loader_state, moved)
         if self._previous is not None:
             self._previous.next, self._previous.gradients = planned, block
         return planned
@@ -202,9 +203,10 @@ class BatchPlanning:
 
     # -- this rank's batch ---------------------------------------------------------------------------------------
 
-    def _ids_of(self, batch: Any) -> list[list[torch.Tensor]]:
-        by_feature = batch_structure.feature_ids(batch, [f for x in self.exchanges for f in x.features])
-        return [[by_feature[f] for f in x.features] for x in self.exchanges]
+    def _find_ids(self, loaded: _Loaded) -> None:
+        features = [f for x in self.exchanges for f in x.features]
+        by_feature, loaded.value_counts = batch_structure.feature_ids_and_counts(loaded.batch, features)
+        loaded.ids = [[by_feature[f] for f in x.features] for x in self.exchanges]
 
     def _require_same_structure(self, batch: Any) -> None:
         structure = batch_structure.describe_structure(batch)

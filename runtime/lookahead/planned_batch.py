@@ -19,6 +19,7 @@ class PlannedBatch:
     number: int
     batch: Any
     rows: PlanBlock  # also holds tensors of the batch
+    value_counts: dict[str, int]  # of the keys of its KeyedJaggedTensors
     loader_state: Any = None  # of a loader that has one, when it had given this batch and not the next
     moved: BatchEvent | None = None  # what the planning thread has brought to the device
     # When it is known which batch follows:
@@ -52,7 +53,8 @@ class PlannedBatch:
             self.moved.wait()
         self.rows.upload()
         self.batch = self.rows.unpack(self.batch)
+        values = step_plan.count_values(self.value_counts)
         for x, planned in zip(exchanges, self.rows.exchanges, strict=True):
             arrays = self.rows.arrays(planned.rows)
             counts, entries = planned.row_counts, planned.urgent_entries
-            self.plans.append(step_plan.plan_rows(self.number, arrays, counts, entries, x.anchor))
+            self.plans.append(step_plan.plan_rows(self.number, arrays, values, counts, entries, x.anchor))

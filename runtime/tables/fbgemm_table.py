@@ -1,4 +1,8 @@
-"""FBGEMM's table-batched embeddings as the owner of rows: storage, optimizer, and which of them are supported."""
+"""FBGEMM's table-batched embeddings as the owner of rows: storage, optimizer, and which of them are supported.
+
+On a GPU the optimizer's step is one kernel of ours on FBGEMM's storage, with FBGEMM's formulas. Weight decay and
+max_norm, and everything on the CPU, are FBGEMM's own.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,21 @@ from typing import Any
 import torch
 
 from freescale.compat import dynamo, fbgemm
+from freescale.kernels import row_kernels
 
 # Their updates depend on a row, its gradient and settings alone. The others count steps, or look at more than the row.
-OPTIMIZERS = ("exact_sgd", "exact_adagrad", "exact_row_wise_adagrad")
+# The names that our kernels have for them.
+OPTIMIZERS = {"exact_sgd": "sgd", "exact_adagrad": "adagrad", "exact_row_wise_adagrad": "rowwise_adagrad"}
 
 
 class FbgemmTable:
     """The rows that this rank owns in one FBGEMM module (its tables one after the other), or none of them."""
 
-    def __init__(self, emb: Any, descriptions: list[str], dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, emb: Any, descriptions: list[str], dim: int, dtype: torch.dtype, device: torch.device, world_size: int
+    ) -> None:
         # descriptions: table and feature of each entry, for errors
-        self.emb, self.descriptions, self.dim = emb, descriptions, dim
+        self.emb, self.descriptions, self.dim, self.world_size = emb, descriptions, dim, world_size
         self._no_rows = torch.empty(0, dim, dtype=dtype, device=device)
         if emb is None:
             return
@@ -26,24 +34,48 @@ class FbgemmTable:
         # FBGEMM wants its indices per feature; a table's rows all go in through its first feature.
         table_of = fbgemm.table_of_each_feature(emb)
         first_features = [table_of.index(t) for t in range(len(table_rows))]
-        self._first_features = torch.tensor(first_features, dtype=torch.int64)
-        self._no_offsets = torch.zeros(len(table_of) + 1, dtype=torch.int64)
+        tables_before = [sum(first < f for first in first_features) for f in range(len(table_of) + 1)]
+        self._tables_before = torch.tensor(tables_before, device=device)  # each feature, and the end
 
     @property
     def weight(self) -> torch.Tensor:
         return self._no_rows if self.emb is None else fbgemm.flat_weight(self.emb).detach().view(-1, self.dim)
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """FBGEMM's own fused optimizer, through its public lookup: one index per row, one gradient each."""
+        """FBGEMM's own fused optimizer, through its public lookup: one index per row, one gradient each.
+
+        Nothing here waits for the device: rows ascend, so where each table's begin is a search in them.
+        """
         if self.emb is None:
             return
         table = torch.searchsorted(self._table_starts, rows, right=True) - 1
-        lengths = torch.zeros_like(self._no_offsets)
-        lengths[self._first_features + 1] = torch.bincount(table.cpu(), minlength=self._first_features.shape[0])
+        offsets = torch.searchsorted(rows, self._table_starts)[self._tables_before]
         with dynamo.autograd_inside_op():
-            embeddings = self.emb(rows - self._table_starts[table], lengths.cumsum(0).to(rows.device))
+            embeddings = self.emb(rows - self._table_starts[table], offsets)
             grads = grads.clone() if grads.is_inference() else grads
             torch.autograd.backward(embeddings, grads.view_as(embeddings))
+
+    def sum_and_update(
+        self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
+    ) -> None:
+        """As apply_update with the sums of sum_rows. A row comes at most once from each rank."""
+        if self.emb is None:
+            return
+        if not fbgemm.plain_step(self.emb):
+            self.apply_update(rows, torch.ops.freescale.sum_rows.default(grad, order, ends))
+            return
+        args, lr = fbgemm.optimizer_settings(self.emb)
+        optimizer = OPTIMIZERS[self.emb.optimizer.value]
+        row_kernels.update_rows(
+            self.weight, self._momentum(optimizer), grad, rows, order, ends, lr, args.eps, optimizer, self.world_size,
+            fused=True
+        )  # fmt: skip
+
+    def _momentum(self, optimizer: str) -> torch.Tensor | None:
+        if optimizer == "sgd":
+            return None
+        flat = fbgemm.flat_momentum(self.emb).detach()
+        return flat if optimizer == "rowwise_adagrad" else flat.view(-1, self.dim)
 
     def settings(self) -> tuple[Any, float] | None:
         return None if self.emb is None else fbgemm.optimizer_settings(self.emb)

@@ -72,7 +72,8 @@ class ShardedEmbedding(nn.Module):
         if not local.is_meta:
             initial_rows.fill_uniform(local, own_shard.first, num_embeddings**-0.5, seed)
         self.register_buffer("weight", local)
-        self.register_buffer("momentum", local.new_zeros(own_shard.rows if optimizer == "rowwise_adagrad" else 0))
+        momentum_shape = {"adagrad": local.shape, "rowwise_adagrad": local.shape[:1]}.get(optimizer, (0,))
+        self.register_buffer("momentum", local.new_zeros(momentum_shape))
         self._exchange = Exchange(name, self, list(self.shards), [num_embeddings], [(name, 0)], group)
         self.register_state_dict_pre_hook(open_transports.drain)
         self.register_load_state_dict_post_hook(_update_anchor)
@@ -93,14 +94,14 @@ class ShardedEmbedding(nn.Module):
         self.lr, self.eps = settings
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        momentum = self.momentum if self.optimizer == "rowwise_adagrad" else None
+        momentum = None if self.optimizer == "sgd" else self.momentum
         row_kernels.step_rows(self.weight, momentum, rows, grads, self.lr, self.eps)
 
     def sum_and_update(
         self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
     ) -> None:
         """As apply_update with the sums of sum_rows. A row comes at most once from each rank."""
-        momentum = self.momentum if self.optimizer == "rowwise_adagrad" else None
+        momentum = None if self.optimizer == "sgd" else self.momentum
         row_kernels.update_rows(
             self.weight, momentum, grad, rows, order, ends, self.lr, self.eps, self.optimizer, len(self.shards)
         )

@@ -25,6 +25,18 @@ class Counts(NamedTuple):
     recv: torch.Tensor
 
 
+class ValueCounts(NamedTuple):
+    """How many values the keys of the batch's KeyedJaggedTensors have, on the host."""
+
+    keys: tuple[str, ...]
+    counts: torch.Tensor  # [keys], on the CPU
+
+
+def count_values(by_key: dict[str, int]) -> ValueCounts:
+    counts = torch.from_numpy(np.array(list(by_key.values()), dtype=np.int64))
+    return ValueCounts(tuple(by_key), dynamo.mark_static(counts))
+
+
 class UrgentRows(NamedTuple):
     rows: torch.Tensor  # the owner's, by requester
     send_counts: torch.Tensor  # to requesters
@@ -67,6 +79,7 @@ class StepPlan:
     number: int  # of the batch
     step: torch.Tensor  # [] the same, for errors of ops
     ids: torch.Tensor  # the ids that were planned
+    value_counts: ValueCounts  # of the batch
     inverse: torch.Tensor  # position -> place in (early rows, urgent rows)
     order: torch.Tensor  # the requester's duplicates, brought together by ascending key
     ends: torch.Tensor
@@ -114,8 +127,9 @@ def no_late_gradients(p: StepPlan) -> LateGradients:
 
 
 def plan_rows(
-    number: int, arrays: Sequence[torch.Tensor], counts: ExchangeCounts, urgent_entries: int, anchor: torch.Tensor
-) -> StepPlan:
+    number: int, arrays: Sequence[torch.Tensor], value_counts: ValueCounts, counts: ExchangeCounts, urgent_entries: int,
+    anchor: torch.Tensor,
+) -> StepPlan:  # fmt: skip
     """The forward half. `arrays`: as batch_plan.ROWS_ARRAYS, `anchor`: of the table's type and device."""
     ids, inverse, order, ends, early_rows, urgent_rows = arrays
     n_urgent, n_early = (int(c.numpy().sum()) for c in (counts.urgent_recv, counts.other_recv))
@@ -124,6 +138,7 @@ def plan_rows(
         number=number,
         step=torch.from_numpy(np.array(number)),
         ids=ids,
+        value_counts=value_counts,
         inverse=inverse,
         order=order,
         ends=ends,
@@ -169,6 +184,7 @@ def plan_without_rows(p: StepPlan) -> StepPlan:
         number=p.number + 1,
         step=p.step + 1,
         ids=index,
+        value_counts=p.value_counts,
         inverse=index,
         order=index,
         ends=index,

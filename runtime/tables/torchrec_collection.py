@@ -57,7 +57,7 @@ class CollectionTables:
             own_group = groups[env.rank]
             emb = None if own_group is None else torchrec.fbgemm_module_of(lookup, own_group)
             dim, device = torchrec.embedding_dim(collection), torchrec.device_of(collection)
-            table = FbgemmTable(emb, descriptions, dim, _torch_dtype(data_type), device)
+            table = FbgemmTable(emb, descriptions, dim, _torch_dtype(data_type), device, env.world_size)
             label = f"{torchrec.qualified_name(collection) or 'embeddings'}.{kind}"
             self.exchanges.append(Exchange(label, table, shards, table_rows, entries, env.process_group))
             self.output_names.append(outputs)
@@ -152,7 +152,7 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
     """What the collection's forward returns. `divide`: gradients are divided by the number of ranks."""
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
-    per_key = _split_by_key(features)
+    per_key = _split_by_key(tables, features)
     outputs: dict[str, Any] = {}
     divide_by = tables.world_size if divide else 1
     for exchange, names in zip(tables.exchanges, tables.output_names, strict=True):
@@ -173,16 +173,32 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
     return outputs
 
 
-def _split_by_key(features: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def _split_by_key(tables: CollectionTables, features: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Values and lengths of each feature, for any number of samples, even 0 (which KJT.to_dict refuses)."""
     keys, values, lengths = features.keys(), features.values(), features.lengths()
     samples = lengths.shape[0] // len(keys)
     if samples == 1:  # one sample makes a graph of its own (dynamo_settings.specialize_sizes_of_one)
         samples = 1
     lengths = lengths.view(len(keys), samples)
-    counts = lengths.sum(1).tolist()
+    counts = _planned_counts(tables, keys)
+    if counts is None:
+        counts = lengths.sum(1).tolist()  # waits for the device
+    else:
+        torch._assert_async(lengths.sum() == values.shape[0], _LENGTHS_MISS_VALUES)
     for n in counts:
         torch._check(n >= 0)
-    torch._check(sum(counts) == values.shape[0], lambda: "the lengths of a KeyedJaggedTensor miss its values")
+    torch._check(sum(counts) == values.shape[0], lambda: _LENGTHS_MISS_VALUES)
     parts = torch.split(values, counts)
     return {key: (parts[i], lengths[i]) for i, key in enumerate(keys)}
+
+
+_LENGTHS_MISS_VALUES = "the lengths of a KeyedJaggedTensor miss its values"
+
+
+def _planned_counts(tables: CollectionTables, keys: list[str]) -> list[int] | None:
+    """How many values each feature has, as the step's plan says, which is on the host; None if it does not say."""
+    plan = tables.exchanges[0].freescale_plan if tables.exchanges else None
+    if plan is None or any(key not in plan.value_counts.keys for key in keys):
+        return None
+    counts = dict(zip(plan.value_counts.keys, plan.value_counts.counts.tolist(), strict=True))
+    return [counts[key] for key in keys]

@@ -189,7 +189,7 @@ def plan_steps(plan, number: int, ids: list[torch.Tensor], before: step_plan.Ste
     arrays = block.arrays(planned.rows)
     assert torch.equal(arrays[0], torch.cat(ids))
     assert all(t.dtype == torch.int64 and t.stride() == (1,) for t in arrays)
-    return step_plan.plan_rows(number, arrays, planned.row_counts, planned.urgent_entries, torch.empty(0, DIM))
+    return step_plan.plan_rows(number, arrays, step_plan.count_values({}), planned.row_counts, planned.urgent_entries, torch.empty(0, DIM))
 
 
 def check(case: Case, threads: Threads, rank: int) -> None:

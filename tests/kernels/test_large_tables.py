@@ -38,14 +38,14 @@ def updates_rows(device: str) -> None:
     grad, order, ends = _gradients(device)
     with sparse_zeros(ROWS, 1, dtype=torch.float16, device=device) as weight:
         with sparse_zeros(ROWS, dtype=torch.float16, device=device) as momentum:
-            for with_momentum in (False, True):
+            for shape in (None, (-1,), (-1, 1)):  # of a momentum: SGD, row-wise Adagrad, Adagrad
                 weight[rows], momentum[rows] = few, momenta
-                expected = few.clone(), momenta.clone() if with_momentum else None
+                expected = few.clone(), None if shape is None else momenta.clone().view(shape)
                 row_kernels.update_rows_reference(*expected, grad, at, order, ends, 0.25, 1e-3)
-                table = weight, momentum if with_momentum else None
+                table = weight, None if shape is None else momentum.view(shape)
                 row_kernels_triton.update_segments(*table, grad, rows, order, ends, 0.25, 1e-3)
                 assert torch.equal(weight[rows], expected[0])
-                assert not with_momentum or torch.equal(momentum[rows], expected[1])
+                assert shape is None or torch.equal(momentum[rows], expected[1].view(-1))
 
 
 CASES = [gathers_rows, updates_rows]

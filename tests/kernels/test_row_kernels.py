@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 
 import freescale.kernels  # noqa: F401
+from device_syncs import no_device_syncs
 from freescale.kernels import reference, row_kernels
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 from interpreted import in_the_interpreter, needs_gpu, on_a_gpu, run_cases
@@ -160,6 +161,37 @@ def steps_of_adagrad_bit_for_bit_where_squares_add_exactly(device: str) -> None:
         assert torch.equal(momentum, expected[1]) and torch.equal(weight, expected[0])
 
 
+def steps_of_adagrad_per_element_bit_for_bit(device: str) -> None:
+    from freescale.kernels import row_kernels_triton
+
+    for dtype in TYPES:
+        for dim, lengths in ((1, SKEWED), (20, SKEWED), (20, [])):
+            weight, at, order, ends = _table(dim, device, dtype, lengths)
+            grad, momentum = torch.randn(sum(lengths), dim).to(device, dtype), torch.rand(weight.shape, device=device)
+            expected = weight.clone(), momentum.clone()
+            row_kernels.update_rows_reference(*expected, grad, at, order, ends, 0.1, 1e-3)
+            row_kernels_triton.update_segments(weight, momentum, grad, at, order, ends, 0.1, 1e-3)
+            same_bits(weight, expected[0])
+            assert torch.equal(momentum, expected[1])
+
+
+def fused_steps_round_a_product_and_a_sum_once(device: str) -> None:
+    """As one instruction does. (The interpreter has none: there, within one rounding.)"""
+    from freescale.kernels import row_kernels_triton
+
+    weight, at, order, ends = _table(20, device, torch.float32, [1, 2, 1, 3])
+    grad, lr = torch.randn(7, 20, device=device), float(torch.tensor(0.1))
+    summed = reference.sum_rows(grad, order, ends).double()
+    expected = (weight[at].double() - lr * summed).float()
+    row_kernels_triton.update_segments(weight, None, grad, at, order, ends, lr, 0.0, fused=True)
+    assert torch.equal(weight[at], expected) if device == "cuda" else torch.allclose(weight[at], expected, 3e-7, 0)
+    for momentum in (torch.rand(weight.shape[0], device=device), torch.rand(weight.shape, device=device)):
+        twice = weight.clone(), momentum.clone()
+        row_kernels_triton.update_segments(*twice, grad, at, order, ends, lr, 1e-3)
+        row_kernels_triton.update_segments(weight, momentum, grad, at, order, ends, lr, 1e-3, fused=True)
+        assert torch.allclose(weight, twice[0], 1e-6, 1e-7) and torch.allclose(momentum, twice[1], 3e-7, 0)
+
+
 def adagrad_is_as_near_to_float64_as_its_definition(device: str) -> None:
     from freescale.kernels import row_kernels_triton
 
@@ -224,6 +256,8 @@ CASES = [
     keeps_minus_zero_infinity_and_nan,
     steps_of_sgd_bit_for_bit,
     steps_of_adagrad_bit_for_bit_where_squares_add_exactly,
+    steps_of_adagrad_per_element_bit_for_bit,
+    fused_steps_round_a_product_and_a_sum_once,
     adagrad_is_as_near_to_float64_as_its_definition,
     low_precision_is_rounded_once,
     random_segments,
@@ -242,10 +276,10 @@ def test_the_definition_is_the_native_table_s_step(optimizer, dtype):
     torch.manual_seed(3)
     weight, at, order, ends = _table(6, "cpu", dtype, SKEWED)
     grad = torch.randn(sum(SKEWED), 6, dtype=dtype)
-    adagrad = optimizer == "rowwise_adagrad"
-    momentum = torch.rand(weight.shape[0], dtype=dtype) if adagrad else None
+    shape = {"sgd": None, "rowwise_adagrad": weight.shape[:1], "adagrad": weight.shape}[optimizer]
+    momentum = None if shape is None else torch.rand(shape, dtype=dtype)
     table = SimpleNamespace(weight=weight.clone(), lr=0.1, eps=1e-4, optimizer=optimizer, embedding_dim=6)
-    table.momentum = momentum.clone() if adagrad else None
+    table.momentum = None if momentum is None else momentum.clone()
     ShardedEmbedding.apply_update(table, at, reference.sum_rows(grad, order, ends))
     row_kernels.update_rows(weight, momentum, grad, at, order, ends, 0.1, 1e-4, optimizer)
     assert torch.equal(weight, table.weight)
@@ -263,8 +297,10 @@ def test_opcheck():
     (lambda w, i: row_kernels.pack_rows(w, i.int()), r"pack_rows expected `index` as a contiguous int64 \[n\], found torch.int32"),
     (lambda w, i: row_kernels.pack_rows(w.t(), i), r"pack_rows expected contiguous rows \[n, dim\], found \[3, 5\]"),
     (lambda w, i: row_kernels.sum_rows(w, i, i.double()), "sum_rows expected `ends`"),
-    (lambda w, i: row_kernels.update_rows(w, None, w, i, i, i, 0.1, 0.0, "adam"), "one of sgd, rowwise_adagrad, found 'adam'"),
-    (lambda w, i: row_kernels.update_rows(w, None, w, i, i, i, 0.1, 0.0, "rowwise_adagrad"), "rowwise_adagrad with none"),
+    (lambda w, i: row_kernels.update_rows(w, None, w, i, i, i, 0.1, 0.0, "adam"), "one of sgd, rowwise_adagrad, adagrad, found 'adam'"),
+    (lambda w, i: row_kernels.update_rows(w, None, w, i, i, i, 0.1, 0.0, "rowwise_adagrad"), r"rowwise_adagrad on \[5, 3\] rows needs a momentum \[5\], found no momentum"),
+    (lambda w, i: row_kernels.update_rows(w, w, w, i, i, i, 0.1, 0.0, "sgd"), r"sgd .* needs no momentum, found a momentum \[5, 3\]"),
+    (lambda w, i: row_kernels.update_rows(w, w[0], w, i, i, i, 0.1, 0.0, "adagrad"), r"needs a momentum \[5, 3\], found a momentum \[3\]"),
     (lambda w, i: row_kernels.update_rows(w, None, w[:, :2], i, i, i, 0.1, 0.0, "sgd"), r"gradients \[n, 3\].*found \[5, 2\]"),
 ))  # fmt: skip
 def test_bad_input(call, words):
@@ -294,11 +330,8 @@ class TestKernelsOnGpu(OnGpu):
             row_kernels.update_rows(weight, momentum, grad, at, order, ends, 0.1, 1e-8, "rowwise_adagrad")
 
         all_of_them()  # compiles, which does wait
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_device_syncs():
             all_of_them()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     @pytest.mark.parametrize(
         "dim, dtype", ((32, torch.float32), (513, torch.float32), (96, torch.bfloat16), (128, torch.float16))
@@ -339,7 +372,7 @@ class TestKernelsOnGpu(OnGpu):
                 row_kernels_triton._launch(grad, order, ends, out, None, None, None, 0.0, 0.0, row_kernels_triton.SUM, programs=programs)
                 assert torch.equal(out, total)
                 got = weight.clone(), None if momentum is None else momentum.clone()
-                mode = row_kernels_triton.SGD if momentum is None else row_kernels_triton.ADAGRAD
+                mode = row_kernels_triton.SGD if momentum is None else row_kernels_triton.ROWWISE_ADAGRAD
                 row_kernels_triton._launch(grad, order, ends, None, at, *got, 0.25, 1e-8, mode, programs=programs)
                 assert torch.equal(got[0], expected[0])
                 assert momentum is None or torch.equal(got[1], expected[1])

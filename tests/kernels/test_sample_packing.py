@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from device_syncs import no_device_syncs
 from freescale.kernels import sample_packing as d
 from interpreted import in_the_interpreter, needs_gpu, on_a_gpu, run_cases
 
@@ -203,11 +204,8 @@ class TestOnGpu:
         fs, ends, perm = batch(64, MIXED, "cuda"), peers(64, 4, "cuda"), torch.randperm(64, device="cuda")
         kinds, entries = [d.spec_of(f) for f in fs], [f.values.shape[0] for f in fs]
         d.combine(d.dispatch(fs, perm, ends), perm, ends, kinds, entries)  # compiles, which does wait
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_device_syncs():
             d.combine(d.dispatch(fs, perm, ends), perm, ends, kinds, entries)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 if __name__ == "__main__":

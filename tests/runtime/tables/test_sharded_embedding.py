@@ -101,7 +101,7 @@ def _bad_arguments():
     import freescale
 
     for kwargs, words in (
-        ({"optimizer": "adam"}, "one of sgd, rowwise_adagrad"),
+        ({"optimizer": "adam"}, "one of sgd, rowwise_adagrad, adagrad"),
         ({"sharding": "column_wise"}, "row_wise or table_wise"),
         ({"sharding": "table_wise", "owner": 9}, "owner 9 is not a rank"),
     ):
