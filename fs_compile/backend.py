@@ -43,7 +43,10 @@ def freescale(
         cfg = config.load(options)
         if cfg.dynamic != _process.dynamic:
             raise config.ConfigError("dynamic holds for the whole process: set FREESCALE_DYNAMIC, not an option")
-        open_transports.options["staged"]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
+        if cfg.transport != "auto":
+            open_transports.asked_for.add(cfg.transport)
+        for name in ("staged", "nixl"):
+            open_transports.options[name]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
         torchrec_support.raise_if_unsupported(cfg)
         frame = dynamo.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1

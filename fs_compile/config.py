@@ -57,9 +57,11 @@ class Config:
         "auto",
         "What carries a launch; `auto`: `c10d` on the CPU, `peer` where the ranks' GPUs are in one host (by torchrun's "
         "LOCAL_WORLD_SIZE) and reach each other, else `staged`",
-        ("auto", "c10d", "staged", "peer"),
+        ("auto", "c10d", "staged", "peer", "nixl"),
     )
-    ring_mb: float = _flag(256.0, "Host memory in MiB that `staged` pins on each rank, once; a longer message waits")
+    ring_mb: float = _flag(
+        256.0, "Host memory in MiB that `staged` or `nixl` pins on each rank, once; a longer message waits"
+    )
     min_bytes: float = _flag(64.0, "A plain all-to-all whose rows have fewer bytes is not split by consumer")
 
     def __post_init__(self) -> None:

@@ -101,6 +101,9 @@ def _examine_torch(facts: Facts, torch: Any) -> None:
     facts.cuda_devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     facts.transports = {"c10d": "yes" if c10d else "no: torch has no process-group backend"}
     facts.transports |= _copying_transports(len(facts.cuda_devices))
+    from freescale.compat import nixl
+
+    facts.versions["nixl"] = nixl.version()
     if not c10d:
         facts.missing.append(Missing("a process-group backend", "Install another build of torch."))
     elif facts.cuda_devices and not facts.process_groups["nccl"]:
@@ -108,8 +111,10 @@ def _examine_torch(facts: Facts, torch: Any) -> None:
 
 
 def _copying_transports(gpus: int) -> dict[str, str]:
+    from freescale.compat import nixl
+
     if not gpus:
-        return dict.fromkeys(("staged", "peer"), "no: it copies between GPUs, and there is none")
+        return dict.fromkeys(("staged", "peer", "nixl"), "no: it copies between GPUs, and there is none")
     staged, peer = "yes", "no: it needs two GPUs that can write into each other's memory"
     try:
         from freescale.kernels.transports import cuda_calls, selection
@@ -119,7 +124,8 @@ def _copying_transports(gpus: int) -> dict[str, str]:
             peer = f"yes, between {selection.peer_accessible_gpus()} GPUs of this host"
     except Exception as error:
         staged = peer = f"no: {_reason(error)}"
-    return {"staged": staged, "peer": peer}
+    without_nixl = nixl.missing_reason()
+    return {"staged": staged, "peer": peer, "nixl": f"no: {without_nixl}" if without_nixl else staged}
 
 
 def _self_test() -> str | None:

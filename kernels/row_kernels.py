@@ -23,7 +23,7 @@ from freescale.kernels.ops.schemas import lib
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
-MAX_ROWS = torch.iinfo(torch.int32).max  # of one tensor, for the kernels; offsets in elements may be larger
+MAX_SUMMANDS = torch.iinfo(torch.int32).max  # rows of one tensor that kernels add up; tables may have more
 MAX_COLUMNS = 16384  # of a row that one program of a kernel can hold
 
 
@@ -40,7 +40,7 @@ def pack_rows(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def sum_rows(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """out[i] = x[order[ends[i-1]]] + ... + x[order[ends[i]-1]], in reference.sum_rows' order, in at least float32."""
     _check("sum_rows", x, order=order, ends=ends)
-    if not _served_by_kernels(x):
+    if not _served_by_kernels(x) or x.shape[0] > MAX_SUMMANDS:
         return reference.sum_rows(x, order, ends)
     from freescale.kernels import row_kernels_triton
 
@@ -84,7 +84,7 @@ def update_rows(
             f"freescale: update_rows expected gradients [n, {weight.shape[1]}] and as many ends as rows, "
             f"found {list(grad.shape)}, {ends.shape[0]} ends and {rows.shape[0]} rows"
         )
-    if not (_served_by_kernels(weight) and _served_by_kernels(grad)):
+    if not (_served_by_kernels(weight) and _served_by_kernels(grad)) or grad.shape[0] > MAX_SUMMANDS:
         update_rows_reference(weight, momentum, grad, rows, order, ends, lr, eps)
         return
     from freescale.kernels import row_kernels_triton
@@ -122,7 +122,7 @@ def step_rows(
 
 
 def _served_by_kernels(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype in KERNEL_DTYPES and x.shape[0] <= MAX_ROWS and x.shape[1] <= MAX_COLUMNS
+    return x.is_cuda and x.dtype in KERNEL_DTYPES and x.shape[1] <= MAX_COLUMNS
 
 
 def _check(name: str, matrix: torch.Tensor, **indices: torch.Tensor) -> None:

@@ -90,8 +90,8 @@ def _short_bounds(ends, segment, n_segments, LONG_SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(rows, segment, there, MODE: tl.constexpr):
-    return tl.load(rows + segment, mask=there, other=-1).to(tl.int32) if MODE != 0 else tl.zeros_like(segment)
+def _load_rows(rows, segment, there, MODE: tl.constexpr, ROW: tl.constexpr):
+    return tl.load(rows + segment, mask=there, other=-1).to(ROW) if MODE != 0 else tl.zeros_like(segment)
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def _add_rows(total, x, x_rows, column, DIM: tl.constexpr, UNROLL: tl.constexpr)
 def _short_segments(
     x, order, ends, out, rows, weight, momentum, n_segments, lr, eps,
     DIM: tl.constexpr, MODE: tl.constexpr, LONG_SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr,
-    UNROLL: tl.constexpr, INDEX: tl.constexpr, FUSED: tl.constexpr,
+    UNROLL: tl.constexpr, ROW: tl.constexpr, INDEX: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     stride = tl.num_programs(0).to(INDEX) * SEGMENTS
@@ -127,14 +127,14 @@ def _short_segments(
     begin, length, live = _short_bounds(ends, segment, n_segments, LONG_SEGMENT)
     begin1, length1, live1 = _short_bounds(ends, segment + stride, n_segments, LONG_SEGMENT)
     x_rows = _load_entries(order, begin, length, 0, UNROLL)
-    row = _load_rows(rows, segment, live, MODE)
-    row1 = _load_rows(rows, segment + stride, live1, MODE)
+    row = _load_rows(rows, segment, live, MODE, ROW)
+    row1 = _load_rows(rows, segment + stride, live1, MODE, ROW)
     m = _load_momenta(momentum, row, MODE)
     for here in range(first, n_segments, stride):
         segment = here + tl.arange(0, SEGMENTS)
         begin2, length2, live2 = _short_bounds(ends, segment + 2 * stride, n_segments, LONG_SEGMENT)
         x_rows1 = _load_entries(order, begin1, length1, 0, UNROLL)
-        row2 = _load_rows(rows, segment + 2 * stride, segment + 2 * stride < n_segments, MODE)
+        row2 = _load_rows(rows, segment + 2 * stride, segment + 2 * stride < n_segments, MODE, ROW)
         m1 = _load_momenta(momentum, row1, MODE)
         if MODE != 0:
             w = _load_weights(weight, row, column, DIM)
@@ -226,7 +226,7 @@ def _add_run_sums(sums, begin, end, column, DIM: tl.constexpr, RUN_LENGTH: tl.co
 def _long_segments(
     x, order, ends, out, rows, weight, momentum, n_segments, lr, eps, sums,
     DIM: tl.constexpr, MODE: tl.constexpr, LONG_SEGMENT: tl.constexpr, RUN_LENGTH: tl.constexpr, SCAN: tl.constexpr,
-    COLUMNS: tl.constexpr, UNROLL: tl.constexpr, FUSED: tl.constexpr,
+    COLUMNS: tl.constexpr, UNROLL: tl.constexpr, ROW: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     programs = tl.num_programs(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -239,7 +239,7 @@ def _long_segments(
         for _ in range(tl.sum(long.to(tl.int32), 0)):
             one = tl.min(tl.where(long & (segment > one), segment, n_segments), 0)
             if MODE != 0:
-                row = tl.load(rows + one + tl.zeros((1,), tl.int32)).to(tl.int32)
+                row = tl.load(rows + one + tl.zeros((1,), tl.int32)).to(ROW)
                 w, m = _load_weights(weight, row, column, DIM), _load_momenta(momentum, row, MODE)
             from_entry, to_entry = tl.load(ends + one - 1, mask=one > 0, other=0), tl.load(ends + one)
             if sums is None:
@@ -316,10 +316,12 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
     segments = max(1, tile // (columns * x.element_size()))
     warps = min(16, max(1, columns // 512))
     grid = (min(triton.cdiv(n, segments), _processors(x.device) * programs),)
+    row = tl.int32 if weight is None or weight.shape[0] < 2**31 else tl.int64  # half the registers, where it is enough
     index = tl.int32 if n + 3 * grid[0] * segments < 2**31 else tl.int64
     # A product and a sum must not become one instruction that rounds once: the reference rounds twice.
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    launch(_short_segments, grid, *args, dim, mode, LONG_SEGMENT, segments, columns, unroll, index, fused, **options)
+    sizes = LONG_SEGMENT, segments, columns, unroll, row, index
+    launch(_short_segments, grid, *args, dim, mode, *sizes, fused, **options)
     entries = order.shape[0]
     most = entries if longest is None else min(longest, entries)
     if most <= LONG_SEGMENT:
@@ -331,7 +333,7 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
         sums = x.new_empty((2 * windows, dim), dtype=torch.float32)
         of_runs = dim, RUN_LENGTH, columns, LONG_UNROLL
         launch(_sum_runs, (windows,), x, order, ends, sums, n, entries, *of_runs, **options)
-    constants = dim, mode, LONG_SEGMENT, RUN_LENGTH, 256, columns, LONG_UNROLL, fused
+    constants = dim, mode, LONG_SEGMENT, RUN_LENGTH, 256, columns, LONG_UNROLL, row, fused
     launch(_long_segments, (min(SCAN_PROGRAMS, n),), *args, sums, *constants, **options)
 
 

@@ -19,6 +19,7 @@ from freescale.compat import (
     fx_values,
     inductor,
     logs,
+    nixl,
     torchrec,
     triton_launch,
     version,
@@ -26,7 +27,7 @@ from freescale.compat import (
 
 PROBED = (
     version, distributed, dynamo, dynamo_settings, compiled_modules, inductor, fx_values, logs, cuda, dlpack,
-    triton_launch, backports, fbgemm, torchrec,
+    triton_launch, backports, fbgemm, torchrec, nixl,
 )  # fmt: skip
 
 

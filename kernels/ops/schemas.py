@@ -14,7 +14,7 @@ Counts (rows per peer) are CPU int64 tensors of length world, so a graph does no
     exchange_backward       their gradients back, summed and applied by the owner
     all_to_all_rows_launch  start of an all-to-all of table rows
     all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either
-    ..._staged, ..._peer    the same launches over a transport that copies (transports/)
+    ..._staged and so on     the same launches over a transport that copies (transports/)
     pack_rows               rows of a table, one after another
     sum_rows                sums of rows in a fixed order
     agree                   raises unless every rank of the group is about to run a graph with these launches (once)
@@ -52,7 +52,7 @@ lib.define(
     "all_to_all_launch(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
     "str table, str group_name) -> Tensor"
 )
-COPY_TRANSPORTS = ("staged", "peer")  # transports that copy: each has launches of its own, which do the same
+COPY_TRANSPORTS = ("staged", "peer", "nixl")  # transports that copy: each has launches of its own, which do the same
 for _name in COPY_TRANSPORTS:
     lib.define(
         f"all_to_all_rows_launch_{_name}(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, "

@@ -9,8 +9,9 @@ and plans whole batches (native_batch.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +47,27 @@ class ExchangeTables(NamedTuple):
     owners: OwnerMap
 
 
-def owner_map(shards: Sequence[Shard], table_rows: Sequence[int], world: int) -> OwnerMap:
+def require_covered(shards: Sequence[Shard], table_rows: Sequence[int], tables: Mapping[int, str]) -> None:
+    """Every row of every table is in one shard. `tables`: in words, for errors."""
+    ends = [0] * len(table_rows)  # of what is covered
+    whole = [Shard(table, rows, 0, 0, 0) for table, rows in enumerate(table_rows)]  # nothing, behind the last row
+    for s in sorted((*(s for s in shards if s.rows > 0), *whole), key=lambda s: (s.table, s.first, s.rows)):
+        end = ends[s.table]
+        if s.first == end and end + s.rows <= table_rows[s.table]:
+            ends[s.table] += s.rows
+            continue
+        where = tables.get(s.table, f"table {s.table}")
+        fault = f"no shard holds row {end}" if s.first > end else f"two shards hold row {s.first}"
+        if s.first + s.rows > table_rows[s.table]:
+            fault = f"one ends with row {s.first + s.rows - 1}"
+        raise ValueError(f"freescale: the shards do not cover {where}: {fault}")
+
+
+def owner_map(
+    shards: Sequence[Shard], table_rows: Sequence[int], world: int, tables: Mapping[int, str] = MappingProxyType({})
+) -> OwnerMap:
+    """`tables`: in words, for errors."""
+    require_covered(shards, table_rows, tables)
     rows_of_owner = [0] * world
     for s in shards:
         rows_of_owner[s.owner] = max(rows_of_owner[s.owner], s.base + s.rows)
@@ -57,9 +78,6 @@ def owner_map(shards: Sequence[Shard], table_rows: Sequence[int], world: int) ->
     nonempty = sorted((first_row_of_table[s.table] + s.first, s) for s in shards if s.rows > 0)
     bounds = [first_row for first_row, _ in nonempty]
     shifts = [starts[s.owner] + s.base - first_row for first_row, s in nonempty]
-    covered = sum(s.rows for _, s in nonempty)
-    if covered != sum(table_rows):
-        raise ValueError(f"the shards hold {covered} rows, the tables have {sum(table_rows)}")
     return OwnerMap(*(torch.tensor(x, dtype=torch.int64) for x in (bounds, shifts, starts)))
 
 

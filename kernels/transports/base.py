@@ -30,7 +30,6 @@ from freescale.kernels.transports import issue_native, peer_watch
 from freescale.kernels.transports.channel import Channel
 from freescale.kernels.transports.device_resources import DeviceResources
 from freescale.kernels.transports.in_flight import InFlight, Message
-from freescale.kernels.transports.shared_segment import PeerLiveness
 from freescale.kernels.transports.slot_rings import level_of
 
 # Ahead of every round that a stream may wait for, as 32-bit numbers that wrap around: whoever waits goes on.
@@ -66,7 +65,7 @@ class CopyTransport(ABC):
         self.rank, self.world = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
         self.timeout = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
-        self.liveness: PeerLiveness | None = None  # where the ranks share memory
+        self.liveness: peer_watch.Liveness | None = None
         self.error: str | None = None
         self.launched = 0
         self.in_flight = InFlight()

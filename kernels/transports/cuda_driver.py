@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from freescale.compat import cuda
+from freescale.compat import cuda, launcher_environment
 from freescale.kernels.transports import cuda_calls
 from freescale.kernels.transports.cuda_calls import INVALID_CONTEXT, NOT_READY
 
@@ -188,3 +188,12 @@ class CudaDriver:
 def driver_of(device: torch.device) -> CudaDriver:
     """For events of streams that no transport has opened."""
     return CudaDriver(device)
+
+
+def refuse_without_caching(what: str) -> None:
+    """For transports in which threads of Python carry what the device has copied."""
+    if launcher_environment.cuda_caching_disabled():
+        raise RuntimeError(
+            f"freescale: {what} cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING set: to free a tensor would wait for "
+            "the device while it holds the lock that the sending threads need"
+        )

@@ -15,9 +15,22 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, Protocol
 
 from freescale.kernels.transports.in_flight import InFlight
-from freescale.kernels.transports.shared_segment import PeerLiveness
 
 _INTERVAL = 0.05  # seconds
+
+
+class Liveness(Protocol):
+    """What a rank knows of the others, however it hears of them."""
+
+    def lost_peers(self) -> dict[int, int]:
+        """Peers that will send nothing more, and for each the one to name: itself, or the one that it reported."""
+
+    def report_failure(self, culprits: set[int]) -> None: ...
+
+    def set_launched(self, messages: int) -> None: ...
+
+    def peers_behind(self, messages: int) -> set[int]:
+        """Peers that have launched fewer."""
 
 
 class WatchedTransport(Protocol):
@@ -29,7 +42,7 @@ class WatchedTransport(Protocol):
     rank: int
     error: str | None
     in_flight: InFlight
-    liveness: PeerLiveness | None
+    liveness: Liveness | None
 
     @property
     def global_rank(self) -> int: ...

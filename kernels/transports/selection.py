@@ -3,6 +3,7 @@
     c10d     the group's own all-to-all: all_to_all_launch, all_to_all_rows_launch (reference.py)
     staged   copy engines and host memory, no SM: all_to_all_launch_staged, all_to_all_rows_launch_staged
     peer     symmetric memory, push into the receiver's window: ..._peer
+    nixl     copy engines, host memory and NVIDIA's NIXL between hosts, no SM: ..._nixl; where it is asked for
 
 The choice follows from the request and from `selection_facts`: alike on machines of one kind, so alike on every rank.
 (The text that ranks compare before the first launch names the transport.) A compiled graph has the choice in it, so
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale.compat import distributed, launcher_environment
+from freescale.compat import distributed, launcher_environment, nixl
 
 
 class UnsupportedTransport(ValueError):
@@ -37,7 +38,7 @@ def unsupported_reason(name: str, device_type: str) -> str:
     """Why rows on such a device cannot go over the transport; empty if they can."""
     if name != "c10d" and device_type != "cuda":
         return f"{name} copies between GPUs and the rows are on the {device_type}"
-    return ""
+    return nixl.missing_reason() if name == "nixl" else ""
 
 
 def _choose_automatically(group_name: str, device_type: str) -> tuple[str, str]:

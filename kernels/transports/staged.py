@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale.compat import distributed, launcher_environment
+from freescale.compat import distributed
 from freescale.kernels.transports import slot_rings
 from freescale.kernels.transports.base import CopyTransport, release_words
 from freescale.kernels.transports.channel import Channel
-from freescale.kernels.transports.cuda_driver import CudaDriver
+from freescale.kernels.transports.cuda_driver import CudaDriver, refuse_without_caching
 from freescale.kernels.transports.shared_segment import PeerLiveness, SharedSegment, cpu_group, share_segment
 from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, Lane
 
@@ -110,7 +110,7 @@ def open_transport(
     if network not in NETWORKS:
         raise ValueError(f"freescale: staged: network is one of {', '.join(NETWORKS)}, found {network!r}")
     if network == "gloo":
-        _refuse_gloo_without_caching()
+        refuse_without_caching("staged over gloo")
     if driver is None:
         driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
     seconds = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
@@ -125,13 +125,5 @@ def open_transport(
         if network == "memory":
             raise RuntimeError(f"freescale: staged: the ranks cannot share memory: {reason}")
         log.info("staged: over gloo, because %s", reason)
-        _refuse_gloo_without_caching()
+        refuse_without_caching("staged over gloo")
     return GlooRelay(group, driver, seconds, gloo_group, ring_bytes, piece_bytes)
-
-
-def _refuse_gloo_without_caching() -> None:
-    if launcher_environment.cuda_caching_disabled():
-        raise RuntimeError(
-            "freescale: staged over gloo cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING set: to free a tensor "
-            "would wait for the device while it holds the lock that the sending threads need"
-        )

@@ -11,6 +11,7 @@ from torch import nn
 from freescale.kernels import row_kernels
 from freescale.kernels.planning import exchange_plan
 from freescale.kernels.transports import open_transports
+from freescale.runtime.tables import initial_rows
 from freescale.runtime.tables.table_exchange import Exchange
 
 
@@ -22,6 +23,10 @@ class ShardedEmbedding(nn.Module):
 
     sharding: "row_wise" (equal blocks of rows) or "table_wise" (all rows on rank `owner`).
     gradient_division: divide gradients by the number of ranks, as TorchRec does by default.
+
+    Values begin uniform between -1/sqrt(num_embeddings) and 1/sqrt(num_embeddings). Each rank makes its own rows alone.
+    They follow from one number of torch's CPU generator: with the same `torch.manual_seed` on all ranks, a table begins
+    with the same numbers on any number of ranks, however it is sharded, and on any device.
     The learning rate is the attribute `lr` and may be changed at any time.
     """
 
@@ -62,15 +67,16 @@ class ShardedEmbedding(nn.Module):
         self._divide_by = group.size() if gradient_division else 1
         self.shards = _shards(num_embeddings, sharding, owner, group.size())
         own_shard = self.shards[group.rank()]
-        # Every rank draws the whole table from the same seed, so it does not depend on the number of ranks.
-        whole = torch.empty(num_embeddings, embedding_dim, dtype=dtype)
-        nn.init.uniform_(whole, -(num_embeddings**-0.5), num_embeddings**-0.5)
-        local = whole[own_shard.first : own_shard.first + own_shard.rows].clone().to(device)
+        local = torch.empty(own_shard.rows, embedding_dim, dtype=dtype, device=device)
+        seed = initial_rows.draw_seed()  # on the meta device too, so that what is drawn next is the same
+        if not local.is_meta:
+            initial_rows.fill_uniform(local, own_shard.first, num_embeddings**-0.5, seed)
         self.register_buffer("weight", local)
         momentum_shape = {"adagrad": local.shape, "rowwise_adagrad": local.shape[:1]}.get(optimizer, (0,))
         self.register_buffer("momentum", local.new_zeros(momentum_shape))
         self._exchange = Exchange(name, self, list(self.shards), [num_embeddings], [(name, 0)], group)
         self.register_state_dict_pre_hook(open_transports.drain)
+        self.register_load_state_dict_post_hook(_update_anchor)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self._exchange.lookup([ids], self._divide_by)[0]
@@ -105,6 +111,11 @@ class ShardedEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.optimizer!r}, lr={self.lr}"
+
+
+def _update_anchor(table: ShardedEmbedding, _: object) -> None:
+    """`load_state_dict(assign=True)` brings other tensors: to a table on the meta device, or from a mapped file."""
+    table._exchange.update_anchor()
 
 
 def _shards(rows: int, sharding: str, owner: int, world: int) -> list[exchange_plan.Shard]:

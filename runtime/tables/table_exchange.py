@@ -46,7 +46,8 @@ class Exchange:
         table_offsets = exchange_plan.first_row_of_each_table(table_rows)
         self.row_offsets = [table_offsets[t] for _, t in entries]
         self.table_sizes = [table_rows[t] for _, t in entries]
-        owners = exchange_plan.owner_map(shards, table_rows, group.size())
+        tables = {t: table.describe(feature) for feature, (_, t) in enumerate(entries)}
+        owners = exchange_plan.owner_map(shards, table_rows, group.size(), tables)
         self.bounds, self.shifts, self.starts = (dynamo.mark_static(t) for t in owners)
         self.update_anchor()
         # The plan of the batch that a LookaheadLoader handed out last, None without one. By this name compat knows the

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
-from freescale.compat import probes
+from freescale.compat import nixl, probes
 from freescale.compat.version import SUPPORTED, torch_version
+from freescale.kernels.transports import selection
 
 
 def test_torch_is_a_supported_one():
@@ -23,6 +26,32 @@ def test_self_test_refuses_other_versions(monkeypatch, version: str):
     with pytest.raises(RuntimeError) as error:
         probes.self_test()
     assert str(error.value) == f"freescale knows torch 2.11, 2.12, 2.13; this is {version}"
+
+
+@pytest.fixture
+def without_nixl(monkeypatch):
+    for name in ("nixl", "nixl_cu13", "nixl_cu12"):
+        monkeypatch.setitem(sys.modules, name, None)
+    nixl._library.cache_clear()
+    yield
+    nixl._library.cache_clear()
+
+
+def test_without_nixl_it_says_what_to_install(without_nixl):
+    remedy = "NVIDIA's NIXL is missing, it is not installed: pip install 'freescale[nixl]'"
+    assert nixl.missing_reason() == remedy
+    nixl.probe()
+    with pytest.raises(selection.UnsupportedTransport) as error:
+        selection.choose_transport("nixl", "0", "cuda")
+    assert str(error.value) == f"freescale: FREESCALE_TRANSPORT=nixl cannot be met: {remedy}"
+
+
+def test_a_nixl_that_does_not_load_is_another_reason(without_nixl, monkeypatch, tmp_path):
+    (tmp_path / "nixl_cu12.py").write_text("raise ImportError('libcudart.so.12: no such file')")
+    monkeypatch.delitem(sys.modules, "nixl_cu12")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = nixl.missing_reason()
+    assert said.startswith("NVIDIA's NIXL is missing, nixl_cu12 does not load: libcudart.so.12: no such file: pip install ")
 
 
 def test_self_test_finds_what_is_gone(monkeypatch):

@@ -16,7 +16,7 @@ import torch
 import freescale
 from freescale import config, doctor
 from freescale.__main__ import main
-from freescale.compat import probes, version
+from freescale.compat import nixl, probes, version
 from ranks import run_ranks_apart
 from repo import ROOT
 
@@ -64,8 +64,11 @@ def test_words(doctors):
     if torch.cuda.device_count() == 0:
         assert "staged: no: it copies between GPUs, and there is none" in lines
         assert "peer: no: it copies between GPUs, and there is none" in lines
+        assert "nixl: no: it copies between GPUs, and there is none" in lines
     else:
         assert "staged: yes" in lines
+        assert ("nixl: yes" in lines) == (nixl.version() is not None)
+    assert f"nixl {nixl.version() or 'not installed'}" in lines
     assert "native: yes" in lines
     assert "planning: yes" in lines and "meetings of ranks: yes" in lines
     assert "FREESCALE_TIMEOUT 7.0" in lines

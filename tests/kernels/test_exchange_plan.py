@@ -288,8 +288,13 @@ def check_backward(case, threads, rank, t, p):
 
 ROW_WISE = [exchange_plan.Shard(0, 0, 3, 0, 0), exchange_plan.Shard(0, 3, 3, 1, 0)]
 
+# Tables, shards and keys beyond 2**31 and 2**32; the rows of rank 0 begin there too.
+LARGE = [exchange_plan.Shard(0, 0, 2**32 + 9, 0, 0), exchange_plan.Shard(0, 2**32 + 9, 2**32 - 9, 1, 0), exchange_plan.Shard(1, 0, 7, 0, 2**32 + 9)]
+LARGE_IDS = [0, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 2**32 + 8, 2**32 + 9, 2**33 - 1]
+
 
 @given(cases())
+@example(Case(2, [2**33, 7], LARGE, [0, 1], [[[LARGE_IDS[r::2], [6, 6]], [LARGE_IDS[r::3], [r]]] for r in range(3)]))
 @example(Case(2, [6], ROW_WISE, [0], [[[[]], [[]]], [[[]], [[]]]]))  # nobody asks for anything
 @example(Case(2, [6], ROW_WISE, [0], [[[[1, 4, 1]], [[]]], [[[]], [[4, 4, 1]]]]))  # another rank needs the rows next
 @example(Case(2, [6], ROW_WISE, [0], [[[[5]], [[5]]], [[[0]], [[0]]], [[[5]], [[5]]]]))  # in, out and in again

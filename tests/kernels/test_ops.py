@@ -171,9 +171,24 @@ def test_owner_map_reaches_every_row_once(data):
     assert exchange_plan.counts_per_owner(keys.sort().values, owners).tolist() == base
 
 
-def test_shards_that_miss_rows_are_refused():
-    with pytest.raises(ValueError, match="hold 3 rows, the tables have 4"):
-        exchange_plan.owner_map([exchange_plan.Shard(0, 0, 3, 0, 0)], [4], 1)
+@pytest.mark.parametrize("shards, fault", (
+    ([(0, 0, 3), (1, 0, 5)], "table 0: no shard holds row 3"),
+    ([(0, 0, 4)], "table 1: no shard holds row 0"),
+    ([(0, 0, 2), (0, 3, 1), (1, 0, 5)], "table 0: no shard holds row 2"),
+    ([(1, 0, 3), (1, 2, 2), (0, 0, 4)], "the one with 5 rows: two shards hold row 2"),  # as many rows as there are
+    ([(0, 0, 4), (0, 0, 4), (1, 0, 1)], "table 0: two shards hold row 0"),
+    ([(0, 0, 5), (1, 0, 5)], "table 0: one ends with row 4"),
+))  # fmt: skip
+def test_shards_that_do_not_cover_a_table_are_refused(shards, fault):
+    shards = [exchange_plan.Shard(*s, owner=0, base=0) for s in shards]
+    tables = {1: "the one with 5 rows"} if "the one" in fault else {}
+    with pytest.raises(ValueError, match=f"^freescale: the shards do not cover {fault}$"):
+        exchange_plan.owner_map(shards, [4, 5], 1, tables)
+
+
+def test_a_shard_without_rows_may_be_anywhere():
+    shards = [exchange_plan.Shard(0, first, rows, owner, 0) for owner, (first, rows) in enumerate(((0, 0), (0, 4), (4, 0), (2, 0)))]
+    assert exchange_plan.owner_map(shards, [4], 4).starts.tolist() == [0, 0, 4, 4, 4]
 
 
 def _launch_under_inductor():

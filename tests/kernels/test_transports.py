@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from freescale.kernels.transports import peer, peer_watch, slot_rings, staged
+from freescale.kernels.transports import nixl, peer, peer_watch, slot_rings, staged
 from freescale.kernels.transports.device_resources import STREAMS_PER_DIRECTION as STREAMS
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 from host_device import HostDriver, NativeHostDriver
@@ -168,6 +168,8 @@ def opened(kind, device, **sizes):
         del sizes["ring_bytes"]
         how = kind.removeprefix("peer-")
         return peer.open_transport(dist.group.WORLD, window_bytes=sizes.pop("piece_bytes"), flag=how, **sizes)
+    if kind == "nixl":
+        return nixl.open_transport(dist.group.WORLD, driver=driver, **sizes)
     return staged.open_transport(dist.group.WORLD, network=kind, driver=driver, **sizes)
 
 

@@ -23,15 +23,18 @@ class Argument:
         # a dimension of stride 0 has one element in memory
         sizes = [1 if stride == 0 else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         last = sum((n - 1) * stride for n, stride in zip(sizes, tensor.stride(), strict=True))
-        self.elements = np.zeros(last + 1 if tensor.numel() else 0, dtype=bool)
-        if tensor.numel():
+        self.length = last + 1 if tensor.numel() else 0
+        self.elements: np.ndarray | None = None  # all of them, where there are no gaps: a table may have billions
+        if tensor.numel() and not tensor.is_contiguous():
+            self.elements = np.zeros(self.length, dtype=bool)
             torch.from_numpy(self.elements).as_strided(sizes, tensor.stride()).fill_(True)
 
     def holds(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Which of the accesses of `size` bytes are to its elements."""
         at, within = np.divmod(addresses.astype(np.int64) - self.base, self.size)
-        inside = (at >= 0) & (at < len(self.elements)) & (within + size <= self.size)
-        inside[inside] = self.elements[at[inside]]
+        inside = (at >= 0) & (at < self.length) & (within + size <= self.size)
+        if self.elements is not None:
+            inside[inside] = self.elements[at[inside]]
         return inside
 
 
@@ -54,7 +57,7 @@ class Launch:
             near = min(self.arguments, key=lambda a: abs(at - a.base))
             raise IndexError(
                 f"{self.kernel} {what} {len(addresses)} places that belong to none of its arguments, the first of them "
-                f"{at - near.base} bytes from the start of {near.name}, which has {len(near.elements) * near.size}"
+                f"{at - near.base} bytes from the start of {near.name}, which has {near.length * near.size}"
             )
 
 

@@ -29,6 +29,15 @@ class Sharded(nn.Module):
         return (torch.tanh(self.out(found)) * found).sum() / 8
 
 
+def whole_table(rows: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """What the shards of a native table hold together at first."""
+    from freescale.runtime.tables import initial_rows
+
+    whole = torch.empty(rows, dim, dtype=dtype)
+    initial_rows.fill_uniform(whole, 0, rows**-0.5, initial_rows.draw_seed())
+    return whole
+
+
 def ids_of(step: int, rank: int) -> torch.Tensor:
     g = torch.Generator().manual_seed(100 * step + rank)
     n = 0 if (step + rank) % 6 == 5 else 2 + (7 * step + rank) % 9
@@ -37,10 +46,9 @@ def ids_of(step: int, rank: int) -> torch.Tensor:
 
 
 def plain(world: int, optimizer: str, dtype: torch.dtype) -> tuple[list[list[float]], torch.Tensor]:
-    """What one process computes that sees all ranks' ids; written with nothing of ours."""
+    """What one process computes that sees all ranks' ids; with nothing of ours but the values that it begins with."""
     torch.manual_seed(0)
-    whole = torch.empty(ROWS, DIM, dtype=dtype)
-    nn.init.uniform_(whole, -(ROWS**-0.5), ROWS**-0.5)
+    whole = whole_table(ROWS, DIM, dtype)
     table = nn.Parameter(whole)
     torch.manual_seed(1)
     out = nn.Linear(DIM, DIM, dtype=dtype)

@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from plain_table import whole_table
 from ranks import HAS_TORCHREC, run_ranks
 from shared_ranks import Outcomes, run_together
 
@@ -36,12 +37,11 @@ class Model(nn.Module):
 
 
 def plain(optimizer: str, steps: list[Step]) -> dict[str, torch.Tensor]:
-    """The tables after training, by one process that sees every rank's ids. Nothing of ours in it."""
+    """The tables after training, by one process that sees every rank's ids. Nothing of ours but how they begin."""
     tables, moments = {}, {}
     for name, rows in ROWS.items():
         torch.manual_seed(rows)
-        whole = torch.empty(rows, 3, dtype=torch.float64)
-        nn.init.uniform_(whole, -(rows**-0.5), rows**-0.5)
+        whole = whole_table(rows, 3, torch.float64)
         tables[name], moments[name] = nn.Parameter(whole), torch.zeros(rows, dtype=torch.float64)
     for step in steps:
         loss = sum(

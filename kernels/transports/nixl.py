@@ -1,0 +1,252 @@
+"""The `nixl` transport: an all-to-all through pinned host memory that NVIDIA's NIXL carries between hosts, no kernel.
+
+    device of the sender --copy engine--> slot --one-sided write--> slot --copy engine--> device of the receiver
+
+For each priority every rank has slots for every other, to send from and to receive in. Copies and signals of the device
+are as in `staged`; between the slots NIXL writes, by RDMA where UCX finds a network for it, else shared memory or TCP.
+A thread for each priority has it do so (nixl_relay.py), so a launch is one call, which waits for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from freescale.compat import distributed, nixl
+from freescale.kernels.transports.base import CopyTransport, release_words
+from freescale.kernels.transports.channel import Channel
+from freescale.kernels.transports.cuda_driver import CudaDriver, refuse_without_caching
+from freescale.kernels.transports.nixl_relay import NixlRelay, PeerReports, PeerSlots
+from freescale.kernels.transports.shared_segment import cpu_group
+from freescale.kernels.transports.slot_rings import PAGE_BYTES, PRIORITY_LEVELS, WORD_STRIDE, Lane
+
+RING_BYTES = 256 << 20  # per rank
+PIECE_BYTES = 4 << 20  # at most, per slot
+_OPEN_SECONDS = 60.0  # at least: UCX looks for networks, for each priority
+_CLOSE_SECONDS = 5.0
+_OUT_FULL, _OUT_FREE, _IN_FULL, _IN_FREE = range(4)
+
+
+@dataclass(frozen=True)
+class HostLayout:
+    """Where a rank's slots lie in its memory, and behind them their words: by priority, then way, then peer."""
+
+    world: int
+    slots: int
+    piece_bytes: int
+
+    @property
+    def level_bytes(self) -> int:
+        """All slots of one priority."""
+        return 2 * self.world * self.slots * self.piece_bytes
+
+    def data_offset(self, level: int, is_in: bool, peer: int) -> int:
+        return level * self.level_bytes + (is_in * self.world + peer) * self.slots * self.piece_bytes
+
+    def words_offset(self, level: int, kind: int, peer: int) -> int:
+        row = (level * 4 + kind) * self.world + peer
+        return PRIORITY_LEVELS * self.level_bytes + row * self.slots * WORD_STRIDE
+
+    @property
+    def nbytes(self) -> int:
+        return self.words_offset(PRIORITY_LEVELS, 0, 0)
+
+
+def fit_layout(world: int, ring_bytes: int, piece_bytes: int) -> HostLayout:
+    """The largest pieces up to `piece_bytes` with which a rank's slots need at most `ring_bytes`."""
+    slots = max(2, 8 // world)
+    rings = 2 * PRIORITY_LEVELS * world * slots
+    fitting = min(piece_bytes, ring_bytes // rings) // PAGE_BYTES * PAGE_BYTES
+    if fitting < PAGE_BYTES:
+        raise ValueError(
+            f"freescale: nixl: the slots of {world} ranks need at least {rings * PAGE_BYTES} bytes and pieces of "
+            f"{PAGE_BYTES}, found ring_bytes={ring_bytes}, piece_bytes={piece_bytes}"
+        )
+    return HostLayout(world, slots, fitting)
+
+
+class NixlTransport(CopyTransport):
+    """Ranks of any hosts."""
+
+    name = "nixl"
+
+    def __init__(
+        self, group: dist.ProcessGroup, driver: Any, timeout: float, gloo_group: dist.ProcessGroup, layout: HostLayout
+    ) -> None:
+        super().__init__(group, driver, timeout)
+        self.layout, self.pinned_bytes = layout, layout.nbytes
+        self._memory = np.frombuffer(mmap.mmap(-1, layout.nbytes), np.uint8)
+        self._mapped = self._resources.pin(self._memory)
+        self.streams = self._resources.open_streams()
+        levels, peers = range(PRIORITY_LEVELS), range(self.world)
+        lanes_out = [[self._lane(level, peer, True) for peer in peers] for level in levels]
+        lanes_in = [[self._lane(level, peer, False) for peer in peers] for level in levels]
+        lanes = zip(lanes_out, lanes_in, strict=True)
+        self._open_channels(
+            [Channel(self.rank, *ways, *of, layout.piece_bytes) for ways, of in zip(self.streams, lanes, strict=True)]
+        )
+        all_lanes = [lane for of_level in (*lanes_out, *lanes_in) for lane in of_level]
+        self._wait_words = [lane.wait_words for lane in all_lanes if lane.wait_words is not None]
+        self._stop_threads, self._released = threading.Event(), threading.Event()
+        self._agents: list[nixl.Agent] = []
+        self._threads: list[NixlRelay] = []
+        self.liveness = self._reports = PeerReports(self._threads)
+        self._resources.on_close(_close_agents, self._agents)
+        self._resources.on_close(
+            _stop_relaying, self._threads, gloo_group, self._wait_words, self._stop_threads, self._released
+        )
+        self._threads += self._connect(gloo_group)
+        for thread in self._threads:
+            thread.start()
+        self._start_watching()
+
+    def _words(self, level: int, kind: int, peer: int) -> np.ndarray:
+        begin = self.layout.words_offset(level, kind, peer)
+        return self._memory[begin : begin + self.layout.slots * WORD_STRIDE].view(np.uint32)[:: WORD_STRIDE // 4]
+
+    def _lane(self, level: int, peer: int, sends: bool) -> Lane:
+        # What a rank sends to itself stays in one ring: both ends of that lane look at the same slots and words.
+        out = sends or peer == self.rank
+        full, free = (_OUT_FULL, _OUT_FREE) if out else (_IN_FULL, _IN_FREE)
+        waits, signals = (free, full) if sends else (full, free)
+        return Lane(
+            peer=peer,
+            sends=sends,
+            slots=self.layout.slots,
+            piece_bytes=self.layout.piece_bytes,
+            data_address=self._memory.ctypes.data + self.layout.data_offset(level, not out, peer),
+            wait_address=self._mapped + self.layout.words_offset(level, waits, peer),
+            signal_address=self._mapped + self.layout.words_offset(level, signals, peer),
+            wait_words=self._words(level, waits, peer),
+        )
+
+    def _connect(self, gloo_group: dist.ProcessGroup) -> list[NixlRelay]:
+        """An agent for each priority; every agent knows those of the other ranks. Collective."""
+        address, layout = self._memory.ctypes.data, self.layout
+        agents, problem = self._agents, ""
+        try:
+            for level in range(PRIORITY_LEVELS):
+                name = f"freescale-{secrets.token_hex(8)}"  # notifications come with it
+                agents.append(nixl.Agent(name, address + layout.data_offset(level, False, 0), layout.level_bytes))
+        except Exception as error:  # noqa: BLE001  (the other ranks are to hear of it)
+            problem = f"{type(error).__name__}: {error}"
+        places = _gather((problem, address, [(a.name, a.metadata()) for a in agents]), gloo_group)
+        _raise_first(self.ranks, [problem for problem, _, _ in places])
+        others = [p for p in range(self.world) if p != self.rank]
+        try:
+            for level, agent in enumerate(agents):
+                for peer in others:
+                    agent.connect(*places[peer][2][level])
+        except Exception as error:  # noqa: BLE001
+            problem = f"{type(error).__name__}: {error}"
+        _raise_first(self.ranks, _gather(problem, gloo_group))
+        return [
+            self._relay(level, agent, [p[2][level][0] for p in places], {p: places[p][1] for p in others})
+            for level, agent in enumerate(agents)
+        ]
+
+    def _relay(self, level: int, agent: nixl.Agent, names: Sequence[str], addresses: dict[int, int]) -> NixlRelay:
+        layout, transport_ref = self.layout, weakref.ref(self)
+        slots = {
+            peer: PeerSlots(
+                self._memory.ctypes.data + layout.data_offset(level, False, peer),
+                *(self._words(level, kind, peer) for kind in (_OUT_FULL, _OUT_FREE, _IN_FULL, _IN_FREE)),
+            )
+            for peer in addresses
+        }
+        remote = {peer: begin + layout.data_offset(level, True, self.rank) for peer, begin in addresses.items()}
+
+        def on_failure(text: str) -> None:
+            if (transport := transport_ref()) is not None:
+                transport.fail(f"rank {transport.global_rank} cannot go on: {text}", {transport.rank})
+
+        return NixlRelay(
+            self.rank, agent, names, slots, remote, layout.piece_bytes, self._reports, self._stop_threads, on_failure
+        )
+
+    def _put_on_streams(
+        self, level: int, stream: int, x: int, out: int, send_counts: torch.Tensor, recv_counts: torch.Tensor,
+        row_bytes: int,
+    ) -> Any:  # fmt: skip
+        done = super()._put_on_streams(level, stream, x, out, send_counts, recv_counts, row_bytes)
+        send, recv = ([n * row_bytes for n in counts.tolist()] for counts in (send_counts, recv_counts))
+        self._threads[level].enqueue(send, recv)
+        return done
+
+    def missing_peers(self) -> set[int]:
+        return set().union(*(thread.awaited_peers() for thread in self._threads))
+
+    def _host_is_sending(self) -> bool:
+        return any(thread.busy for thread in self._threads)
+
+    def release_waits(self) -> None:
+        self._released.set()
+        release_words(self._wait_words)
+
+def _gather(said: Any, gloo_group: dist.ProcessGroup) -> list[Any]:
+    heard = [None] * gloo_group.size()
+    dist.all_gather_object(heard, said, group=gloo_group)
+    return heard
+
+
+def _raise_first(ranks: Sequence[int], problems: Sequence[str]) -> None:
+    """Alike on every rank."""
+    for rank, problem in zip(ranks, problems, strict=True):
+        if problem:
+            raise RuntimeError(f"freescale: nixl: rank {rank} cannot open it: {problem}")
+
+
+def _close_agents(agents: list[nixl.Agent]) -> None:
+    while agents:
+        agents.pop().close()
+
+
+def _stop_relaying(
+    threads: list[NixlRelay], gloo_group: dist.ProcessGroup, wait_words: list[np.ndarray], stop: threading.Event,
+    released: threading.Event,
+) -> None:  # fmt: skip
+    end = time.monotonic() + _CLOSE_SECONDS
+    while any(thread.busy for thread in threads) and not released.is_set() and time.monotonic() < end:
+        time.sleep(0.001)
+    stop.set()
+    release_words(wait_words)
+    for thread in threads:
+        if thread.ident is not None and thread is not threading.current_thread():
+            thread.join(max(0.0, end - time.monotonic()))
+    if not threads or any(t.is_alive() or t.broken or t.busy for t in threads) or not dist.is_initialized():
+        return
+    # A peer may still wait for what this rank's agents have posted: they stay until everyone is here.
+    with contextlib.suppress(RuntimeError):
+        work = dist.barrier(gloo_group, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=_CLOSE_SECONDS))
+
+
+def open_transport(
+    group: dist.ProcessGroup,
+    device: torch.device | None = None,
+    ring_bytes: int = RING_BYTES,
+    piece_bytes: int = PIECE_BYTES,
+    timeout: float | None = None,
+    driver: Any = None,
+) -> CopyTransport:
+    """Make the group's transport. Collective: every rank calls it, with the same arguments."""
+    refuse_without_caching("nixl")
+    if driver is None:
+        driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
+    seconds = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
+    gloo_group = cpu_group(group, max(seconds, _OPEN_SECONDS))
+    _raise_first(dist.get_process_group_ranks(group), _gather(nixl.missing_reason(), gloo_group))
+    return NixlTransport(group, driver, seconds, gloo_group, fit_layout(group.size(), ring_bytes, piece_bytes))

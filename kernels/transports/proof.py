@@ -1,0 +1,95 @@
+"""A transport proves itself when it opens: before it carries anything, the ranks exchange random bytes and compare.
+
+Every priority carries messages of uneven sizes, among them none at all, several in flight. Whatever is wrong with the
+way that a transport goes on these machines (a driver, a network, memory that is not what it seems), it shows here and
+not in a model that does not learn.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from freescale.kernels.transports.shared_segment import cpu_group
+from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS
+
+SECONDS = 60.0  # for one priority; a transport that is slower than that is none
+_MESSAGES = 3  # of each priority
+_ROW_BYTES = 16
+_ROWS = (0, 1, 37, 1000, 4096)
+
+
+class NotProven(RuntimeError):
+    """A transport that did not open, or did not bring the bytes that were sent; alike on every rank."""
+
+
+def open_proven(open_transport: Any, group: dist.ProcessGroup, device: torch.device, timeout: float) -> Any:
+    """What `open_transport` returns, if it brings the right bytes to every rank; else NotProven. Collective."""
+    verdicts = cpu_group(group, 2 * timeout + SECONDS * PRIORITY_LEVELS, -1)  # of no other use, so never in between
+    transport, problem, begin = None, "", time.monotonic()
+    try:
+        transport = open_transport()
+        problem = find_problem(transport, group, device)
+    except Exception as error:  # noqa: BLE001  (the other ranks are to hear of it)
+        problem = str(error).removeprefix("freescale: ") or type(error).__name__
+    said = [(problem, 0.0)] * group.size()
+    dist.all_gather_object(said, (problem, time.monotonic() - begin), group=verdicts)
+    # Who was quickest to fail has not failed for another's sake.
+    failed = [(seconds, rank, words) for rank, (words, seconds) in enumerate(said) if words]
+    if not failed:
+        return transport
+    if transport is not None:
+        transport.close(grace_seconds=1.0)
+    _, rank, words = min(failed)
+    raise NotProven(f"rank {dist.get_process_group_ranks(group)[rank]}: {words}")
+
+
+def find_problem(transport: Any, group: dist.ProcessGroup, device: torch.device) -> str:
+    """What is wrong with what this rank receives, in words; empty if nothing is.
+
+    Wrong bytes do not end it: the other ranks wait for what this one sends.
+    """
+    problem = ""
+    for priority in range(PRIORITY_LEVELS):
+        arriving = [_send(transport, group, device, priority, number) for number in range(_MESSAGES)]
+        end = time.monotonic() + SECONDS
+        for message, out, expected in arriving:
+            while not transport.is_done(message):
+                transport.check()
+                if time.monotonic() > end:
+                    return f"{transport.name} has not carried {out.nbytes} bytes within {SECONDS:g} s"
+                time.sleep(1e-4)
+            transport.wait(message)
+            transport.check()
+            problem = problem or _compare(transport.name, group, out.cpu(), expected)
+    return problem
+
+
+def _send(transport: Any, group: dist.ProcessGroup, device: torch.device, priority: int, number: int) -> tuple:
+    """A message on its way, what it arrives in, and what must be in it from each rank."""
+    rank, world = group.rank(), group.size()
+    parts = [_bytes(rank, to, priority, number, world) for to in range(world)]
+    expected = [_bytes(source, rank, priority, number, world) for source in range(world)]
+    send, recv = (torch.tensor([len(p) for p in ps]) for ps in (parts, expected))
+    out, message = transport.start(torch.cat(parts).to(device), send, recv, int(recv.sum()), priority)
+    return message, out, expected
+
+
+def _compare(name: str, group: dist.ProcessGroup, out: torch.Tensor, expected: list[torch.Tensor]) -> str:
+    for source, (part, got) in enumerate(zip(expected, out.split([len(p) for p in expected]), strict=True)):
+        if wrong := int((part != got).sum()):
+            rank = dist.get_process_group_ranks(group)[source]
+            return f"{name} brought {wrong} of {part.nbytes} bytes wrong from rank {rank}"
+    return ""
+
+
+def _bytes(source: int, to: int, priority: int, number: int, world: int) -> torch.Tensor:
+    """What one rank sends another: both know it."""
+    rows = _ROWS[(source + 2 * to + number) % len(_ROWS)]
+    rows = min(rows, max(1, _ROWS[-1] * 8 // world)) if rows else 0  # with many ranks, less to each
+    seed = ((source * world + to) * PRIORITY_LEVELS + priority) * _MESSAGES + number
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (rows, _ROW_BYTES), dtype=torch.uint8, generator=generator)
