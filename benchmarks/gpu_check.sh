@@ -22,7 +22,7 @@ mkdir -p "$results"
 summary="check                     result       seconds"
 failed=0
 budget=${BUDGET:-${PART:+540}}
-jobs=${JOBS:-$(($(nproc) / 4))}
+jobs=${JOBS:-$(($(nproc --all) / 4))} # not nproc alone, which says what OMP_NUM_THREADS says
 at_once=() # names of the tests that were started
 
 left() { echo $((${budget:-100000} - SECONDS)); }
@@ -88,9 +88,10 @@ training=tests/kernels/test_gpu.py::test_every_transport_gives_the_same_bits
 start tests_transports_4 1 400 "${gpu[@]}" "${training}[4]"
 start tests_nccl 1 400 "${gpu[@]}" tests/kernels/test_nccl.py
 start tests_transports_2 1 400 "${gpu[@]}" "${training}[2]"
-start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py tests/runtime/tables/test_plan_block.py --deselect "$training"
+start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py tests/runtime/tables/test_plan_block.py tests/runtime/tables/test_fbgemm_table.py --deselect "$training"
+start nixl 1 200 "${gpu[@]}" tests/kernels/test_nixl.py
 start transports 1 300 "${gpu[@]}" tests/kernels/test_transports.py
-start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
+start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_large_tables.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
 start hstu 1 200 "${gpu[@]}" tests/models/test_hstu_attention.py tests/benchmarks/test_hstu_attention_benchmark.py
 start train 1 250 "${gpu[@]}" tests/models/test_train_example.py
 start sanitizer_rows 1 300 "${sanitizer[@]}" tests/kernels/test_row_kernels.py
