@@ -27,6 +27,14 @@ LONG = (
     "test_lookahead.py",
     "test_torchrec_collection.py",
     "test_lookahead_random.py",
+    "test_batch_balancer.py",
+    "test_split_by_consumer.py",
+    "test_table_types.py",
+    "test_lookup_twice.py",
+    "test_sharded_embedding.py",
+    "test_inference_mode.py",
+    "test_caches.py",
+    "test_unused_table.py",
 )
 
 
