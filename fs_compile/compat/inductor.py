@@ -39,7 +39,7 @@ def compile_with_inductor(
 def compile_with_interpreter(
     gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass
 ) -> Callable[..., Any]:
-    """The same graphs and passes as with `compile_with_inductor`, but run node by node by torch itself."""
+    """The same graphs and passes as with `compile_with_inductor`, but run as they are by torch itself."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, inputs, inner_compile=_interpret, config_patches=_patches(post_pass))  # type: ignore
@@ -70,18 +70,21 @@ class _Chain(CustomGraphPass):
 
 
 def _interpret(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[[list[Any]], Any]:
-    """An `inner_compile` that ends after the post-grad passes."""
+    """An `inner_compile` that ends after the post-grad passes: the graph's own Python code runs.
+
+    Boxed: the caller's references end where the graph begins, so memory is freed as it would be.
+    """
     from torch._inductor.compile_fx import _recursive_post_grad_passes
     from torch._inductor.virtualized import V
+    from torch.fx.graph import _BoxedCodeGen
 
     with dynamo.no_modes(), V.set_fake_mode(fx_values.detect_fake_mode(gm)):
         _recursive_post_grad_passes(gm, is_inference=kwargs.get("is_inference", False))
+    gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
 
     def run(args: list[Any]) -> Any:
-        owned = list(args)
-        args.clear()  # boxed call: the caller's references end here, so memory is freed as it would be
-        return fx.Interpreter(gm).boxed_run(owned)
+        return gm.forward(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
@@ -151,6 +154,7 @@ def probe() -> None:
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering  # noqa: F401
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.utils import fresh_cache  # noqa: F401
+    from torch.fx.graph import _BoxedCodeGen  # noqa: F401
     from torch.utils._ordered_set import OrderedSet  # noqa: F401
 
     assert hasattr(config, "post_grad_custom_post_pass")
