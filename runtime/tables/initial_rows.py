@@ -17,7 +17,7 @@ BLOCK_VALUES = 1 << 20  # of a block, about; part of what decides the numbers
 
 def draw_seed() -> int:
     """A table's seed: one number of torch's default CPU generator, which torch.manual_seed sets."""
-    return int(torch.empty((), dtype=torch.int64).random_())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # whatever `with torch.device` says
 
 
 def fill_uniform(rows: torch.Tensor, first: int, bound: float, seed: int) -> None:

@@ -84,3 +84,17 @@ def _memory_for_a_table(mib):
 def test_a_rank_needs_memory_for_its_own_rows_alone():
     nothing, all_rows = run_ranks(_memory_for_a_table, 2, 256)
     assert nothing < 32 and all_rows < 256 + 64
+
+
+def _made_where_a_context_says():
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        on_meta = freescale.ShardedEmbedding(40, 4, name="meta")
+        drawn_next = torch.rand(2, device="cpu")
+    torch.manual_seed(5)
+    plain = freescale.ShardedEmbedding(40, 4, name="plain")
+    return on_meta.weight.device.type, plain.weight.device.type, torch.equal(drawn_next, torch.rand(2))
+
+
+def test_a_device_that_a_context_says():
+    assert run_ranks(_made_where_a_context_says, 1) == [("meta", "cpu", True)]
