@@ -12,13 +12,14 @@ from torch import fx
 def size_hint(size: Any, fallback: int) -> int:
     """A symbolic size, SymInt or expression, as it was in the batch that was traced; `fallback` per unknown symbol."""
     if isinstance(size, torch.SymInt):
-        known = size.node.shape_env.backed_var_to_val
-        size = size.node.expr
+        if size.node.has_hint():
+            return int(size.node.hint)
+        known, size = size.node.shape_env.backed_var_to_val, size.node.expr
     elif isinstance(size, sympy.Expr) and size.free_symbols:
         known = _shape_env().backed_var_to_val
     else:
         return int(size)
-    return int(size.subs({s: known.get(s, fallback) for s in size.free_symbols}))
+    return int(size.xreplace({s: sympy.Integer(known.get(s, fallback)) for s in size.free_symbols}))
 
 
 def _shape_env() -> Any:
@@ -49,5 +50,6 @@ def probe() -> None:
     from torch._inductor.virtualized import V
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    assert callable(torch.fx.experimental.sym_node.SymNode.has_hint)
     assert hasattr(V, "fake_mode") and ShapeEnv().backed_var_to_val == {}
     assert callable(torch._guards.detect_fake_mode)

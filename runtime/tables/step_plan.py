@@ -7,6 +7,7 @@ be sent).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,15 +27,22 @@ class Counts(NamedTuple):
 
 
 class ValueCounts(NamedTuple):
-    """How many values the keys of the batch's KeyedJaggedTensors have, on the host."""
+    """How many values the keys of the batch's KeyedJaggedTensors have, on the host.
+
+    The sizes of `slots` are those of a key and all before it together. So in a graph, what keys in a row have together
+    is a difference of two sizes, not a sum of as many as there are keys."""
 
     keys: tuple[str, ...]
-    counts: torch.Tensor  # [keys], on the CPU
+    slots: tuple[torch.Tensor, ...]  # nothing but their sizes matters
+
+    def of_each_key(self) -> dict[str, int]:
+        ends = [slot.shape[0] for slot in self.slots]
+        return {key: end - begin for key, begin, end in zip(self.keys, [0, *ends[:-1]], ends, strict=True)}
 
 
 def count_values(by_key: dict[str, int]) -> ValueCounts:
-    counts = torch.from_numpy(np.array(list(by_key.values()), dtype=np.int64))
-    return ValueCounts(tuple(by_key), dynamo.mark_static(counts))
+    ends = itertools.accumulate(by_key.values())
+    return ValueCounts(tuple(by_key), tuple(torch.empty_strided((n,), (0,), dtype=torch.uint8) for n in ends))
 
 
 class UrgentRows(NamedTuple):

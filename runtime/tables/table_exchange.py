@@ -63,8 +63,12 @@ class Exchange:
         # The token that goes through the graph. It wants a gradient so that autograd calls the exchange's backward.
         self.anchor = dynamo.mark_static(weight.new_empty(0, weight.shape[1]).requires_grad_())
 
-    def lookup(self, ids: list[torch.Tensor], divide_by: int) -> tuple[torch.Tensor, ...]:
-        """The rows of each entry's ids, in the order of `entries`. Gradients are divided by `divide_by`."""
+    def lookup(
+        self, ids: list[torch.Tensor], divide_by: int, sizes: list[int] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """The rows of each entry's ids, in the order of `entries`. Gradients are divided by `divide_by`.
+
+        `sizes`: how many ids each entry has; with them, where a plan is there, the ids may come in one piece."""
         if self.outside_step and torch.compiler.is_compiling():
             _call_before_lookup(self)  # outside torch.compile, a hook of the table's module has done so
         if self.freescale_plan is None:
@@ -75,7 +79,7 @@ class Exchange:
             embedded = UnplannedRows.apply(self.anchor, *plan, divide_by, self.name, self.group_name)
         else:
             embedded = self._lookup_planned(self.freescale_plan, ids, divide_by)
-        return torch.split(embedded, [i.shape[0] for i in ids])
+        return torch.split(embedded, [i.shape[0] for i in ids] if sizes is None else sizes)
 
     def _lookup_planned(self, p: StepPlan, ids: list[torch.Tensor], divide_by: int) -> torch.Tensor:
         if p.used:

@@ -152,15 +152,26 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
     """What the collection's forward returns. `divide`: gradients are divided by the number of ranks."""
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
-    per_key = _split_by_key(tables, features)
+    keys, values, lengths = features.keys(), features.values(), features.lengths()
+    samples = lengths.shape[0] // len(keys)
+    if samples == 1:  # one sample makes a graph of its own (dynamo_settings.specialize_sizes_of_one)
+        samples = 1
+    lengths = lengths.view(len(keys), samples)
+    counts = _value_counts(tables, keys, values, lengths)
+    lengths_of = {key: lengths[i] for i, key in enumerate(keys)}
     outputs: dict[str, Any] = {}
     divide_by = tables.world_size if divide else 1
     for exchange, names in zip(tables.exchanges, tables.output_names, strict=True):
-        embeddings = exchange.lookup([per_key[f][0] for f in exchange.features], divide_by)
-        for name, feature, values in zip(names, exchange.features, embeddings, strict=True):
-            outputs[name] = JaggedTensor(values=values, lengths=per_key[feature][1])
+        sizes = [counts[f] for f in exchange.features]
+        if exchange.freescale_plan is not None and exchange.features == keys:
+            ids = [values]  # as planned, in one piece: a graph of many features need not cut it up
+        else:
+            ids = _values_of(exchange.features, keys, values, counts)
+        embeddings = exchange.lookup(ids, divide_by, sizes)
+        for name, feature, embedded in zip(names, exchange.features, embeddings, strict=True):
+            outputs[name] = JaggedTensor(values=embedded, lengths=lengths_of[feature])
     for replicated in tables.replicated:
-        ids = [per_key[f][0] for f in replicated.features]
+        ids = _values_of(replicated.features, keys, values, counts)
         rows = torch.ops.freescale.checked_rows(
             ids, replicated.row_offsets, replicated.table_sizes, replicated.name, replicated.group_name
         )
@@ -168,37 +179,34 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
             replicated.flat_weight, replicated.dim, rows, tables.world_size, replicated.group_name
         )
         embeddings = torch.split(embedded, [i.shape[0] for i in ids])
-        for name, feature, values in zip(replicated.output_names, replicated.features, embeddings, strict=True):
-            outputs[name] = JaggedTensor(values=values, lengths=per_key[feature][1])
+        for name, feature, part in zip(replicated.output_names, replicated.features, embeddings, strict=True):
+            outputs[name] = JaggedTensor(values=part, lengths=lengths_of[feature])
     return outputs
-
-
-def _split_by_key(tables: CollectionTables, features: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Values and lengths of each feature, for any number of samples, even 0 (which KJT.to_dict refuses)."""
-    keys, values, lengths = features.keys(), features.values(), features.lengths()
-    samples = lengths.shape[0] // len(keys)
-    if samples == 1:  # one sample makes a graph of its own (dynamo_settings.specialize_sizes_of_one)
-        samples = 1
-    lengths = lengths.view(len(keys), samples)
-    counts = _planned_counts(tables, keys)
-    if counts is None:
-        counts = lengths.sum(1).tolist()  # waits for the device
-    else:
-        torch._assert_async(lengths.sum() == values.shape[0], _LENGTHS_MISS_VALUES)
-    for n in counts:
-        torch._check(n >= 0)
-    torch._check(sum(counts) == values.shape[0], lambda: _LENGTHS_MISS_VALUES)
-    parts = torch.split(values, counts)
-    return {key: (parts[i], lengths[i]) for i, key in enumerate(keys)}
 
 
 _LENGTHS_MISS_VALUES = "the lengths of a KeyedJaggedTensor miss its values"
 
 
-def _planned_counts(tables: CollectionTables, keys: list[str]) -> list[int] | None:
-    """How many values each feature has, as the step's plan says, which is on the host; None if it does not say."""
+def _value_counts(
+    tables: CollectionTables, keys: list[str], values: torch.Tensor, lengths: torch.Tensor
+) -> dict[str, int]:
+    """How many values each key has: as the step's plan says, which is on the host, or else as the lengths say."""
     plan = tables.exchanges[0].freescale_plan if tables.exchanges else None
-    if plan is None or any(key not in plan.value_counts.keys for key in keys):
-        return None
-    counts = dict(zip(plan.value_counts.keys, plan.value_counts.counts.tolist(), strict=True))
-    return [counts[key] for key in keys]
+    # A second lookup in a step is refused in its own words, whatever its values are.
+    if plan is not None and not plan.used and all(key in plan.value_counts.keys for key in keys):
+        torch._assert_async(lengths.sum() == values.shape[0], _LENGTHS_MISS_VALUES)
+        planned = plan.value_counts.of_each_key()
+        return {key: planned[key] for key in keys}  # of other values, expect_ids will say so
+    counts = lengths.sum(1).tolist()  # waits for the device
+    for n in counts:
+        torch._check(n >= 0)
+    torch._check(sum(counts) == values.shape[0], lambda: _LENGTHS_MISS_VALUES)
+    return dict(zip(keys, counts, strict=True))
+
+
+def _values_of(
+    features: list[str], keys: list[str], values: torch.Tensor, counts: dict[str, int]
+) -> list[torch.Tensor]:
+    """Of each feature. Also for a batch without samples, which KJT.to_dict refuses."""
+    parts = dict(zip(keys, torch.split(values, [counts[key] for key in keys]), strict=True))
+    return [parts[f] for f in features]
