@@ -61,12 +61,18 @@ def no_rdma_reason(root: str = "/") -> str:
     devices = sorted(Path(root, "sys/class/infiniband").glob("*"))
     if not devices:
         return "there is no RDMA device"
-    states = [f.read_text() for device in devices for f in sorted(device.glob("ports/*/state"))]
-    if not any("ACTIVE" in state for state in states):
+    if not any(_is_active(port) for device in devices for port in device.glob("ports/*/state")):
         return "no port of an RDMA device is active"
     if not any(Path(root, "dev/infiniband").glob("uverbs*")):
         return "/dev/infiniband is missing, so RDMA devices cannot be used"
     return "" if nixl.version() is not None else "NIXL is not installed"
+
+
+def _is_active(port: Path) -> bool:
+    try:
+        return "ACTIVE" in port.read_text()
+    except OSError:
+        return False
 
 
 @cache

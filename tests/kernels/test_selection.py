@@ -90,6 +90,7 @@ def test_rdma_is_a_device_with_an_active_port_that_may_be_used(tmp_path, monkeyp
     assert rank_view.no_rdma_reason(str(tmp_path)) == NO_RDMA
     port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
     port.mkdir(parents=True)
+    (port.parent / "2" / "state").mkdir(parents=True)  # one that cannot be read
     (port / "state").write_text("1: DOWN\n")
     assert rank_view.no_rdma_reason(str(tmp_path)) == "no port of an RDMA device is active"
     (port / "state").write_text("4: ACTIVE\n")
