@@ -138,6 +138,26 @@ def test_auto_takes_staged_where_peer_does_not_prove_itself():
     assert len(warnings) == 1 and warnings[0].startswith("freescale: launches go over staged instead of peer: "), found
 
 
+def _part_of_the_world():
+    """Ranks 0 and 2 of 3 launch; rank 1 knows nothing of it."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return None
+    open_transports.options["staged"] = {"driver": HostDriver(), "ring_bytes": 1 << 20, "piece_bytes": 8192}
+    view = rank_view.RankView(dist.get_rank(), "a", "the only one")
+    with mock.patch.object(rank_view, "look", lambda group, device: view):
+        x, counts = torch.full((4, 8), float(group.rank())), torch.tensor([2, 2])
+        out = ops.all_to_all_launch_auto(x, counts, counts, 4, 0, "t", group.group_name)
+        got = torch.ops._c10d_functional.wait_tensor(out)[:, 0].tolist()
+    used = open_transports.names()
+    open_transports.close()
+    return got, used
+
+
+def test_auto_for_a_group_that_is_part_of_the_world():
+    assert run_ranks(_part_of_the_world, 3) == [([0, 0, 1, 1], ["staged"]), None, ([0, 0, 1, 1], ["staged"])]
+
+
 def test_one_that_was_asked_for_by_name_is_an_error_on_every_rank():
     for said in run_ranks(_launch, 2, [SwapsTwoBytes, HostDriver], "staged", expect_errors=True):
         words = "freescale: FREESCALE_TRANSPORT=staged cannot be met: rank 0: staged brought 2 of "
