@@ -43,8 +43,6 @@ def freescale(
         cfg = config.load(options)
         if cfg.dynamic != _process.dynamic:
             raise config.ConfigError("dynamic holds for the whole process: set FREESCALE_DYNAMIC, not an option")
-        if cfg.transport != "auto":
-            open_transports.asked_for.add(cfg.transport)
         for name in ("staged", "nixl"):
             open_transports.options[name]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
         torchrec_support.raise_if_unsupported(cfg)

@@ -55,8 +55,8 @@ class Config:
     link_gbps: float = _flag(0.0, "Speed of the link in Gbit/s; 0: measured once per group at start-up")
     transport: str = _flag(
         "auto",
-        "What carries a launch; `auto`: `c10d` on the CPU, `peer` where the ranks' GPUs are in one host (by torchrun's "
-        "LOCAL_WORLD_SIZE) and reach each other, else `staged`",
+        "What carries a launch; `auto`: `c10d` on the CPU; on GPUs the fastest that every rank of the group can use, "
+        "or one without SMs that is nearly as fast",
         ("auto", "c10d", "staged", "peer", "nixl"),
     )
     ring_mb: float = _flag(

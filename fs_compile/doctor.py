@@ -43,7 +43,8 @@ class Facts:
     cuda_devices: list[str] = field(default_factory=list)
     process_groups: dict[str, bool] = field(default_factory=dict)
     transports: dict[str, str] = field(default_factory=dict)  # "yes", or "no: " and the reason
-    tables: dict[str, str] = field(default_factory=dict)  # the same
+    transport_rule: list[str] = field(default_factory=list)  # how `auto` chooses, in sentences
+    tables: dict[str, str] = field(default_factory=dict)  # the same as of transports
     c_code: dict[str, str] = field(default_factory=dict)  # the same; without it Python does the same, more slowly
     settings: dict[str, Any] | None = None  # None: a flag is bad
     missing: list[Missing] = field(default_factory=list)
@@ -101,6 +102,8 @@ def _examine_torch(facts: Facts, torch: Any) -> None:
     facts.cuda_devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     facts.transports = {"c10d": "yes" if c10d else "no: torch has no process-group backend"}
     facts.transports |= _copying_transports(len(facts.cuda_devices))
+    selection, _ = _import("freescale.kernels.transports.selection")
+    facts.transport_rule = list(selection.RULE) if selection is not None else []
     from freescale.compat import nixl
 
     facts.versions["nixl"] = nixl.version()
@@ -117,11 +120,11 @@ def _copying_transports(gpus: int) -> dict[str, str]:
         return dict.fromkeys(("staged", "peer", "nixl"), "no: it copies between GPUs, and there is none")
     staged, peer = "yes", "no: it needs two GPUs that can write into each other's memory"
     try:
-        from freescale.kernels.transports import cuda_calls, selection
+        from freescale.kernels.transports import cuda_calls, rank_view
 
         cuda_calls.load()
-        if selection.peer_accessible_gpus() > 1:
-            peer = f"yes, between {selection.peer_accessible_gpus()} GPUs of this host"
+        if rank_view.peer_accessible_gpus() > 1:
+            peer = f"yes, between {rank_view.peer_accessible_gpus()} GPUs of this host"
     except Exception as error:
         staged = peer = f"no: {_reason(error)}"
     without_nixl = nixl.missing_reason()
@@ -237,7 +240,7 @@ def in_words(facts: Facts) -> str:
         "Versions": _aligned(versions),
         "Devices": [f"CPU: {facts.cpu_cores} cores", *(f"CUDA: {d}" for d in facts.cuda_devices or ["none"])],
         "Process-group backends": [f"{k}: {yes_no[v]}" for k, v in facts.process_groups.items()] or ["none"],
-        "Transports": [f"{k}: {v}" for k, v in facts.transports.items()] or ["none"],
+        "Transports": [*(f"{k}: {v}" for k, v in facts.transports.items()), *facts.transport_rule] or ["none"],
         "Tables": [f"{k}: {v}" for k, v in facts.tables.items()],
         "C code": [f"{k}: {v}" for k, v in facts.c_code.items()] or ["none"],
         "Settings": _aligned({k: int(v) if isinstance(v, bool) else v for k, v in settings.items()}),

@@ -5,7 +5,8 @@ does not run, so it has no effect but on the graph, and its `uuid` covers our so
 is kept beside the cached code (graph_records.py) and told again on a hit.
 
 The speed of the link is not in the `uuid`: it is measured anew in every process, and decides only where launches stand
-among the compute. Code that was placed for a slower link computes the same.
+among the compute. Code that was placed for a slower link computes the same. Nor is the transport that `auto` takes: it
+is chosen when a launch leaves.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from freescale import graph_records, progress
 from freescale.compat import fx_values, inductor, logs
 from freescale.config import Config
 from freescale.graph_records import GraphRecord
-from freescale.kernels.ops.schemas import COPY_TRANSPORTS
-from freescale.kernels.transports import selection
+from freescale.kernels.ops.schemas import LAUNCH_SUFFIXES
 from freescale.passes.exchange_meta import CannotApply, GraphExchange, argument, exchanges
 from freescale.passes.find_exchanges import count_exchanges
 from freescale.passes.graph_text import graph_text
@@ -82,7 +82,7 @@ class Driver(inductor.CustomGraphPass):
 
     def uuid(self) -> str:
         settings = sorted(asdict(self.cfg).items())
-        return f"{_source_hash()} {settings} {selection.selection_facts()}"
+        return f"{_source_hash()} {settings}"
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = cast(fx.GraphModule, graph.owning_module)
@@ -185,7 +185,7 @@ def _insert_agreement(direction: str, graph: fx.Graph, launched: list[GraphExcha
 
 
 def _launch_text(x: GraphExchange) -> str:
-    transports = [name for name in COPY_TRANSPORTS if str(x.launch.target).endswith(f"_{name}.default")]
+    transports = [name for name in LAUNCH_SUFFIXES if str(x.launch.target).endswith(f"_{name}.default")]
     return f"{x} over {transports[0]}" if transports else str(x)
 
 

@@ -3,7 +3,7 @@
 Needs:    find_exchanges has run, and split_exchanges where there are composites: those keep the group's own all-to-all.
 Promises: same values; only the targets of launches change, alike on every rank.
 Before:   chunk = all_to_all_launch(grad, ...)
-After:    chunk = all_to_all_launch_staged(grad, ...)
+After:    chunk = all_to_all_launch_staged(grad, ...), or ..._auto where the launch itself is to choose
 
 Plain all-to-alls stay: their counts are numbers in the graph and their groups belong to somebody else.
 """
@@ -16,7 +16,7 @@ from torch import fx
 
 from freescale.config import Config
 from freescale.kernels.transports import selection
-from freescale.passes.exchange_meta import argument, exchanges
+from freescale.passes.exchange_meta import exchanges
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def lower_copies(gm: fx.GraphModule, cfg: Config) -> int:
     chosen = []
     for x in chunks:
         device = x.launch.meta["val"].device.type
-        name, reason = selection.choose_transport(cfg.transport, argument(x.launch, "group_name"), device)
+        name, reason = selection.choose_transport(cfg.transport, device)
         log.info("%s goes over %s: %s", x, name, reason)
         chosen.append((x.launch, name))
     for launch, name in chosen:

@@ -14,7 +14,7 @@ Counts (rows per peer) are CPU int64 tensors of length world, so a graph does no
     exchange_backward       their gradients back, summed and applied by the owner
     all_to_all_rows_launch  start of an all-to-all of table rows
     all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either
-    ..._staged and so on     the same launches over a transport that copies (transports/)
+    ..._staged and so on     the same launches over a transport that copies, or over the one that is best (transports/)
     pack_rows               rows of a table, one after another
     sum_rows                sums of rows in a fixed order
     agree                   raises unless every rank of the group is about to run a graph with these launches (once)
@@ -53,7 +53,8 @@ lib.define(
     "str table, str group_name) -> Tensor"
 )
 COPY_TRANSPORTS = ("staged", "peer", "nixl")  # transports that copy: each has launches of its own, which do the same
-for _name in COPY_TRANSPORTS:
+LAUNCH_SUFFIXES = (*COPY_TRANSPORTS, "auto")
+for _name in LAUNCH_SUFFIXES:
     lib.define(
         f"all_to_all_rows_launch_{_name}(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, "
         "SymInt n_recv, int priority, str table, str group_name) -> Tensor"
@@ -153,7 +154,7 @@ def _agree(first, launches, group_name, timeout):
     return first.new_empty(0)
 
 
-for _suffix in ("", *(f"_{name}" for name in COPY_TRANSPORTS)):
+for _suffix in ("", *(f"_{name}" for name in LAUNCH_SUFFIXES)):
     if _suffix:
         torch.library.register_fake(f"freescale::all_to_all_launch{_suffix}", _all_to_all_launch, lib=lib)
         torch.library.register_fake(f"freescale::all_to_all_rows_launch{_suffix}", _all_to_all_rows_launch, lib=lib)

@@ -1,56 +1,98 @@
 """The transports that this process has open, one per group and name, and the launch ops that go over them.
 
-A transport that does not prove itself (proof.py) is replaced on every rank by the one that `auto` would take next, with
-a warning; unless it was asked for by name, which is then an error.
+One that was asked for by name proves itself (proof.py), or it is an error. `auto` opens what the group's ranks can use
+(selection.py), best first, until one proves itself; measures that and the group's own all-to-all (transport_speed.py);
+and keeps one of them. All of this is collective, and so is the same on every rank.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from freescale.compat import distributed, dynamo
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import COPY_TRANSPORTS, lib
-from freescale.kernels.transports import c10d, launch_record, proof, selection
+from freescale.kernels.ops.schemas import COPY_TRANSPORTS, LAUNCH_SUFFIXES, lib
+from freescale.kernels.transports import c10d, launch_record, proof, rank_view, selection, transport_speed
 
 log = logging.getLogger(__name__)
 
 options: dict[str, dict[str, Any]] = {name: {} for name in COPY_TRANSPORTS}  # to open one with; from the flags
-asked_for: set[str] = set()  # names that were set as FREESCALE_TRANSPORT, or as the option of a model
-# Names of transport and group: the group, and its transport, or what takes its place; None: c10d does.
+# Names of transport, or "auto", and group: the group, and its transport; None: c10d.
 _open: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 
-def transport_for(name: str, group: Any, device: torch.device) -> Any:
-    """The group's transport of that name, opened on first use; collective then. None if c10d takes its place."""
+def transport_for(name: str, group: Any, x: torch.Tensor, n_recv: int) -> Any:
+    """What carries launches of the group under that name, None for c10d; found on first use, which is collective.
+
+    `x`, `n_recv`: what this launch sends, and how many such rows it receives.
+    """
     known = _open.get((name, group.group_name))
     if known is not None and known[0] is group:
         return known[1]
-    if known is not None and known[1] is not None:
+    if name == "auto":
+        row_bytes = math.prod(x.shape[1:]) * x.element_size()
+        transport = _choose(group, x.device, max(len(x), n_recv) * row_bytes)
+        _open[name, group.group_name] = group, transport
+        return transport
+    try:
+        return _open_proven(name, group, x.device)
+    except proof.NotProven as error:
+        message = f"freescale: FREESCALE_TRANSPORT={name} cannot be met: {error}"
+        raise selection.UnsupportedTransport(message) from error
+
+
+def _open_proven(name: str, group: Any, device: torch.device) -> Any:
+    """The group's transport of that name. Collective. Raises NotProven."""
+    known = _open.get((name, group.group_name))
+    if known is not None and known[0] is group:
+        return known[1]
+    if known is not None:
         known[1].close()  # of a group that had the same name
-    transport = _open_or_replace(name, group, device)
+    module = import_module(f"freescale.kernels.transports.{name}")
+    seconds = distributed.timeout_of(group).total_seconds()
+    opening = partial(module.open_transport, group, device, **options[name])
+    transport = proof.open_proven(opening, group, device, seconds)
     _open[name, group.group_name] = group, transport
     return transport
 
 
-def _open_or_replace(name: str, group: Any, device: torch.device) -> Any:
-    module = import_module(f"freescale.kernels.transports.{name}")
-    seconds = distributed.timeout_of(group).total_seconds()
-    try:
-        return proof.open_proven(partial(module.open_transport, group, device, **options[name]), group, device, seconds)
-    except proof.NotProven as error:
-        if name in asked_for:
-            message = f"freescale: FREESCALE_TRANSPORT={name} cannot be met: {error}"
-            raise selection.UnsupportedTransport(message) from error
-        other = "staged" if name == "peer" else "c10d"
-        if group.rank() == 0:
-            log.warning("freescale: launches go over %s instead of %s: %s", other, name, error)
-        return None if other == "c10d" else transport_for(other, group, device)
+def _choose(group: Any, device: torch.device, nbytes: int) -> Any:
+    """What `auto` takes; None: c10d. Collective. One sentence in the log says what, and why."""
+    views, nbytes = rank_view.gather(group, device, nbytes)
+    candidates = selection.candidates(views)
+    open_before = {name for name, of_group in _open if of_group == group.group_name}
+    transport, reason = _open_first(candidates.without_sms, group, device), candidates.reason
+    if transport is not None and candidates.compare:
+        seconds = transport_speed.measure({transport.name: transport, "c10d": None}, nbytes, group, device)
+        reason = f"{selection.figures(seconds, transport_speed.size_of(nbytes))}; {reason}"
+        if selection.fastest(seconds) == "c10d":
+            if transport.name not in open_before:
+                del _open[transport.name, group.group_name]
+                transport.close(grace_seconds=1.0)
+            transport = None
+    if group.rank() == 0:
+        name = "c10d" if transport is None else transport.name
+        log.info("auto: the launches of group %s go over %s: %s", group.group_name, name, reason)
+    return transport
+
+
+def _open_first(names: Sequence[str], group: Any, device: torch.device) -> Any:
+    """The first that proves itself; None if none does."""
+    for name, other in pairwise((*names, "c10d")):
+        try:
+            return _open_proven(name, group, device)
+        except proof.NotProven as error:
+            if group.rank() == 0:
+                log.warning("freescale: launches go over %s instead of %s: %s", other, name, error)
+    return None
 
 
 def _transports() -> list[Any]:
@@ -97,7 +139,7 @@ def _implement_launches(name: str) -> None:
         group = distributed.group_by_name(group_name)
         label = launch_record.launch_label(what, priority, table)
         with launch_record.profiler_range("launch", label):
-            transport = transport_for(name, group, x.device)
+            transport = transport_for(name, group, x, n_recv)
             if transport is None:
                 return _launch_over_c10d(x, send_counts, recv_counts, n_recv, label, group)
             out, message = transport.start(x, send_counts, recv_counts, n_recv, priority)
@@ -116,5 +158,5 @@ def _implement_launches(name: str) -> None:
         lib.impl(f"{fn.__name__}_{name}", dynamo.untraced(fn), "CompositeExplicitAutograd")
 
 
-for _name in COPY_TRANSPORTS:
+for _name in LAUNCH_SUFFIXES:
     _implement_launches(_name)

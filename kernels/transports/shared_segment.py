@@ -1,5 +1,6 @@
 """Memory that all ranks of one host share: a file in /dev/shm that is unlinked once everyone has it open.
 
+Ranks first tell each other where they are; memory is reserved only where all of them are on one host.
 Each rank holds a lock on one byte of the file. The kernel drops it when the process ends, however it ends, so the
 others can see who is gone.
 """
@@ -8,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import secrets
+import socket
 import struct
 from datetime import timedelta
 
@@ -19,21 +22,36 @@ import torch.distributed as dist
 
 from freescale.kernels.transports.slot_rings import WORD_STRIDE, at_least
 
+log = logging.getLogger(__name__)
+
 _FOLDER = "/dev/shm"
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _FLOCK_FORMAT = "hhqqi4x"  # struct flock
+
+
+def host_id() -> str:
+    """The same for processes that can share memory: of one running kernel, and with the same /dev/shm."""
+    try:
+        with open(_BOOT_ID) as file:
+            kernel = file.read().strip()
+    except OSError:
+        kernel = socket.gethostname()
+    try:
+        return f"{kernel} {os.stat(_FOLDER).st_dev}"
+    except OSError:
+        return f"{kernel} {secrets.token_hex(8)}"  # with nobody
 
 
 def share_segment(nbytes: int, rank: int, group: dist.ProcessGroup) -> tuple[SharedSegment | None, str]:
     """A segment that every rank of the group has mapped, or none and why not. Collective over a CPU group."""
-    token = secrets.token_hex(8)
+    hosts = len(set(_all_gather(host_id(), group)))
+    if hosts > 1:
+        return None, f"the ranks are on {hosts} hosts, or in containers that do not share {_FOLDER}"
     path: list[str | None] = [None]
     segment, reason = None, ""
     if rank == 0:
-        try:
-            segment = SharedSegment(f"{_FOLDER}/freescale-{token}", nbytes, rank, create=True)
-            path[0] = segment.path
-        except OSError as error:
-            reason = f"rank 0 cannot make {nbytes} bytes in {_FOLDER}: {error}"
+        segment, reason = _make_segment(nbytes)
+        path[0] = segment.path if segment is not None else None
     dist.broadcast_object_list(path, group=group, group_src=0)
     if rank != 0 and path[0] is not None:
         try:
@@ -48,6 +66,25 @@ def share_segment(nbytes: int, rank: int, group: dist.ProcessGroup) -> tuple[Sha
     if segment is not None:
         segment.close()
     return None, next(r for r in reasons if r)
+
+
+def _make_segment(nbytes: int) -> tuple[SharedSegment | None, str]:
+    """That of rank 0; or none, a warning, and why not."""
+    try:
+        free = _free_bytes()
+        if free >= nbytes:
+            return SharedSegment(f"{_FOLDER}/freescale-{secrets.token_hex(8)}", nbytes, 0, create=True), ""
+        there, needed = free / 2**20, nbytes / 2**20
+        reason = f"{_FOLDER} has {there:.1f} MiB free, and the ranks of this host need {needed:.1f} there"
+    except OSError as error:
+        reason = f"rank 0 cannot make {nbytes / 2**20:.1f} MiB in {_FOLDER}: {error}"
+    log.warning("freescale: %s; they do without, more slowly (containers: --shm-size makes it larger)", reason)
+    return None, reason
+
+
+def _free_bytes() -> int:
+    found = os.statvfs(_FOLDER)
+    return found.f_bavail * found.f_frsize
 
 
 def _all_gather(text: str, group: dist.ProcessGroup) -> list[str]:

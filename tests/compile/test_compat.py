@@ -42,7 +42,7 @@ def test_without_nixl_it_says_what_to_install(without_nixl):
     assert nixl.missing_reason() == remedy
     nixl.probe()
     with pytest.raises(selection.UnsupportedTransport) as error:
-        selection.choose_transport("nixl", "0", "cuda")
+        selection.choose_transport("nixl", "cuda")
     assert str(error.value) == f"freescale: FREESCALE_TRANSPORT=nixl cannot be met: {remedy}"
 
 

@@ -17,6 +17,7 @@ import freescale
 from freescale import config, doctor
 from freescale.__main__ import main
 from freescale.compat import nixl, probes, version
+from freescale.kernels.transports import selection
 from ranks import run_ranks_apart
 from repo import ROOT
 
@@ -69,6 +70,7 @@ def test_words(doctors):
         assert "staged: yes" in lines
         assert ("nixl: yes" in lines) == (nixl.version() is not None)
     assert f"nixl {nixl.version() or 'not installed'}" in lines
+    assert all(" ".join(sentence.split()) in lines for sentence in selection.RULE)
     assert "native: yes" in lines
     assert "planning: yes" in lines and "meetings of ranks: yes" in lines
     assert "FREESCALE_TIMEOUT 7.0" in lines

@@ -148,15 +148,15 @@ def _hundred_steps():
 
 @pytest.mark.parametrize("world", (2, 4))
 def test_every_transport_gives_the_same_bits(world):
-    """100 steps over staged and peer, bit for bit those over the group's own all-to-all."""
+    """100 steps over staged, peer and what auto takes, bit for bit those over the group's own all-to-all."""
     env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     results = {
         t: run_ranks(_hundred_steps, world, env={**env, "FREESCALE_TRANSPORT": t}, timeout=300)
-        for t in ("c10d", "staged", *(("peer",) if world == 2 else ()))
+        for t in ("c10d", "staged", *(("peer", "auto") if world == 2 else ()))
     }
     for name, ranks in results.items():
         for (found, used), (expected, _) in zip(ranks, results["c10d"], strict=True):
-            assert used == ([] if name == "c10d" else [name])
+            assert used == {"c10d": [], "auto": ["staged"]}.get(name, [name])  # all ranks are on one GPU
             for key, (losses, state) in found.items():
                 assert losses == expected[key][0], (name, key)
                 assert all(torch.equal(state[k], expected[key][1][k]) for k in state), (name, key)

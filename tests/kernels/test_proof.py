@@ -1,17 +1,19 @@
-"""A transport that brings wrong bytes, or none, is found out when it opens, on every rank."""
+"""A transport that brings wrong bytes, or none, is found out when it opens, on every rank; `auto` takes another."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import time
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from freescale.compat import nixl
-from freescale.kernels.transports import open_transports, proof
+from freescale.kernels.transports import open_transports, proof, rank_view, transport_speed
 from host_device import HostDriver
 from ranks import run_ranks
 
@@ -39,14 +41,23 @@ class StandsStill(HostDriver):
         self.queues[stream].put(lambda: time.sleep(20))
 
 
-def _launch(drivers, name):
-    """An all-to-all by the op that a graph has; `drivers`: of each rank. Also returned: what was said, what was open."""
+def _launch(drivers, name, view=None, c10d_seconds=None):
+    """An all-to-all by the op that a graph has; `drivers`: of each rank. Also returned: what was said, what was open.
+
+    With a `view`, every rank sees that, but for its number and its GPU; over c10d it takes `c10d_seconds` of each rank.
+    """
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
     logging.getLogger("freescale").addHandler(handler)
+    logging.getLogger("freescale.kernels").setLevel(logging.INFO)
     rank, world = dist.get_rank(), dist.get_world_size()
-    open_transports.options[name] = {"driver": drivers[rank](), "ring_bytes": 1 << 20, "piece_bytes": 8192}
+    if view is not None:
+        mine = rank_view.RankView(rank, **{"host": "a", "gpu": f"gpu {rank}", "backend": "gloo", **view})
+        mock.patch.object(rank_view, "look", lambda group, device: mine).start()
+    if c10d_seconds is not None:
+        mock.patch.object(transport_speed, "measure", partial(_with_c10d, transport_speed.measure, c10d_seconds)).start()
+    open_transports.options[name if name != "auto" else "staged"] = {"driver": drivers[rank](), "ring_bytes": 1 << 20, "piece_bytes": 8192}
     counts = torch.tensor([row[:world] for row in COUNTS[:world]])
     send, recv = counts[rank].clone(), counts[:, rank].clone()
     x, out = torch.randn(int(send.sum()), 8), []
@@ -62,13 +73,21 @@ def _launch(drivers, name):
     return all(torch.equal(o, expected) for o in out), used, said
 
 
+def _with_c10d(measure, c10d_seconds, transports, *args):
+    """What is measured, but for c10d."""
+    return {**measure(transports, *args), "c10d": c10d_seconds}
+
+
 @pytest.mark.parametrize("name", ("staged", pytest.param("nixl", marks=pytest.mark.skipif(bool(nixl.missing_reason()), reason="no NIXL"))))
 def test_one_that_brings_the_right_bytes_is_used(name):
     assert run_ranks(_launch, 3, [HostDriver] * 3, name) == [(True, [name], [])] * 3
 
 
+SHARED_GPU = {"gpu": "the only one"}  # so that `auto` takes staged
+
+
 def test_one_that_swaps_two_bytes_is_replaced_on_every_rank_with_one_warning():
-    found = run_ranks(_launch, 3, [HostDriver, SwapsTwoBytes, HostDriver], "staged")
+    found = run_ranks(_launch, 3, [HostDriver, SwapsTwoBytes, HostDriver], "auto", SHARED_GPU)
     assert [(same, used) for same, used, _ in found] == [(True, [])] * 3  # over c10d
     warnings = [text for _, _, said in found for level, text in said if level == "WARNING"]
     assert len(warnings) == 1, found
@@ -76,20 +95,78 @@ def test_one_that_swaps_two_bytes_is_replaced_on_every_rank_with_one_warning():
     assert warnings[0].startswith(words) and " bytes wrong from rank " in warnings[0]
 
 
-def _asked_for(drivers):
-    open_transports.asked_for.add("staged")
-    return _launch(drivers, "staged")
+def _in_the_log(found):
+    """The one sentence that the ranks say together on what `auto` takes."""
+    (text,) = [text for _, _, said in found for level, text in said if level == "INFO" and text.startswith("auto: ")]
+    return text
+
+
+def test_auto_takes_what_the_ranks_can_use_and_says_so_once():
+    found = run_ranks(_launch, 3, [HostDriver] * 3, "auto", SHARED_GPU)
+    assert [(same, used) for same, used, _ in found] == [(True, ["staged"])] * 3
+    assert _in_the_log(found) == "auto: the launches of group 0 go over staged: several ranks share a GPU"
+
+
+def test_auto_goes_over_the_groups_own_nccl_between_hosts():
+    found = run_ranks(_launch_between_hosts, 2)
+    assert [(same, used) for same, used, _ in found] == [(True, [])] * 2
+    text = "auto: the launches of group 0 go over c10d: the ranks are on 2 hosts, and on that of rank 0 no device"
+    assert _in_the_log(found) == text
+
+
+def _launch_between_hosts():
+    view = {"host": f"host {dist.get_rank()}", "backend": "nccl", "no_rdma": "no device"}
+    return _launch([HostDriver] * 2, "auto", view)
+
+
+@pytest.mark.parametrize("c10d_seconds, taken", (([1e-9, 1e-9], "c10d"), ([1e-9, 100.0], "staged")))
+def test_auto_takes_the_faster_by_its_slowest_rank(c10d_seconds, taken):
+    """Ranks of one host whose GPUs do not reach each other: staged is measured here, c10d is said to take so long."""
+    found = run_ranks(_launch, 2, [HostDriver] * 2, "auto", {}, c10d_seconds)
+    assert [(same, used) for same, used, _ in found] == [(True, [taken] if taken != "c10d" else [])] * 2
+    text = _in_the_log(found)
+    assert text.startswith(f"auto: the launches of group 0 go over {taken}: for 0.0"), text
+    assert f" ms, over c10d {max(c10d_seconds) * 1e3:.3g} ms; the GPU of rank 0 does not reach all others" in text
+
+
+def test_auto_takes_staged_where_peer_does_not_prove_itself():
+    """No GPU here, so `peer` cannot open."""
+    view = {"reaches": frozenset({"gpu 0", "gpu 1"})}
+    found = run_ranks(_launch, 2, [HostDriver] * 2, "auto", view, [100.0, 100.0])
+    assert [(same, used) for same, used, _ in found] == [(True, ["staged"])] * 2
+    warnings = [text for _, _, said in found for level, text in said if level == "WARNING"]
+    assert len(warnings) == 1 and warnings[0].startswith("freescale: launches go over staged instead of peer: "), found
+
+
+def _part_of_the_world():
+    """Ranks 0 and 2 of 3 launch; rank 1 knows nothing of it."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return None
+    open_transports.options["staged"] = {"driver": HostDriver(), "ring_bytes": 1 << 20, "piece_bytes": 8192}
+    view = rank_view.RankView(dist.get_rank(), "a", "the only one")
+    with mock.patch.object(rank_view, "look", lambda group, device: view):
+        x, counts = torch.full((4, 8), float(group.rank())), torch.tensor([2, 2])
+        out = ops.all_to_all_launch_auto(x, counts, counts, 4, 0, "t", group.group_name)
+        got = torch.ops._c10d_functional.wait_tensor(out)[:, 0].tolist()
+    used = open_transports.names()
+    open_transports.close()
+    return got, used
+
+
+def test_auto_for_a_group_that_is_part_of_the_world():
+    assert run_ranks(_part_of_the_world, 3) == [([0, 0, 1, 1], ["staged"]), None, ([0, 0, 1, 1], ["staged"])]
 
 
 def test_one_that_was_asked_for_by_name_is_an_error_on_every_rank():
-    for said in run_ranks(_asked_for, 2, [SwapsTwoBytes, HostDriver], expect_errors=True):
+    for said in run_ranks(_launch, 2, [SwapsTwoBytes, HostDriver], "staged", expect_errors=True):
         words = "freescale: FREESCALE_TRANSPORT=staged cannot be met: rank 0: staged brought 2 of "
         assert said.startswith(f"UnsupportedTransport: {words}") and len(said.splitlines()) == 1, said
 
 
 def _stands_still():
     proof.SECONDS = 1.0
-    return _launch([HostDriver, StandsStill], "staged")
+    return _launch([HostDriver, StandsStill], "auto", SHARED_GPU)
 
 
 def test_one_that_stands_still_is_replaced_in_time():
@@ -102,7 +179,7 @@ def _cannot_open():
         def pin(self, address, nbytes):
             raise RuntimeError("freescale: no memory can be pinned")
 
-    return _launch([HostDriver, NoPinnedMemory], "staged")
+    return _launch([HostDriver, NoPinnedMemory], "auto", SHARED_GPU)
 
 
 def test_one_that_does_not_open_on_a_rank_is_replaced_on_every_rank():

@@ -20,7 +20,7 @@ def _graphs(**options):
         return graphs_of(lambda: model(torch.arange(5) % 3).backward())
 
 
-def _lowered_to_staged():
+def _launches(transport):
     """Without a GPU the launches cannot run; the graph is looked at before they do."""
     found = {}
 
@@ -30,12 +30,16 @@ def _lowered_to_staged():
     end = driver.observe(keep)
     with fake_world(0, 4), mock.patch.object(selection, "unsupported_reason", lambda *a: ""):
         model = torch.compile(
-            Model(), backend="freescale", fullgraph=True, options={"codegen": "eager", "transport": "staged"}
+            Model(), backend="freescale", fullgraph=True, options={"codegen": "eager", "transport": transport}
         )
         with pytest.raises(Exception):  # noqa: B017  (whatever a launch of copies says without a device)
             model(torch.arange(5) % 3)
     end()
     return found
+
+
+def _lowered_to_staged():
+    return _launches("staged")
 
 
 def test_launches_become_the_transports_ops():
@@ -64,43 +68,27 @@ def test_a_request_that_cannot_be_met_is_an_error():
 
 
 def test_the_choice_and_its_reason():
-    assert selection.choose_transport("auto", "0", "cpu") == ("c10d", "the rows are on the cpu")
-    assert selection.choose_transport("c10d", "0", "cuda") == ("c10d", "it was asked for")
+    assert selection.choose_transport("auto", "cpu") == ("c10d", "the rows are on the cpu")
+    assert selection.choose_transport("auto", "cuda") == ("auto", "chosen when the first launch of its group leaves")
+    assert selection.choose_transport("c10d", "cuda") == ("c10d", "it was asked for")
 
 
-@pytest.mark.parametrize("ranks, joined, local, expected", (
-    ([0, 1], 2, "", ("peer", "every rank's GPU can write into every other's")),
-    ([0, 1], 8, "2", ("peer", "every rank's GPU can write into every other's")),
-    ([4, 5, 6, 7], 4, "4", ("peer", "every rank's GPU can write into every other's")),
-    ([0, 1], 1, "", ("staged", "the ranks' GPUs cannot all reach each other")),
-    ([0, 1, 2], 2, "3", ("staged", "the ranks' GPUs cannot all reach each other")),
-    ([0], 8, "", ("staged", "the ranks' GPUs cannot all reach each other")),
-    ([0, 1], 8, "1", ("staged", "the ranks are on several hosts")),
-    ([3, 4], 8, "4", ("staged", "the ranks are on several hosts")),
-))  # fmt: skip
-def test_the_choice_on_gpus(monkeypatch, ranks, joined, local, expected):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    monkeypatch.setattr(selection, "peer_accessible_gpus", lambda: joined)
-    monkeypatch.setattr(selection.distributed, "group_by_name", lambda name: None)
-    monkeypatch.setattr(selection.dist, "get_process_group_ranks", lambda group: ranks)
-    assert selection.choose_transport("auto", "0", "cuda") == expected
+def _lowered_by_auto():
+    with mock.patch.object(selection, "choose_transport", lambda *a: ("auto", "a GPU")):
+        return _launches("auto")
 
 
-def test_peer_accessible_gpus(monkeypatch):
-    islands = {0: 0, 1: 0, 2: 0, 3: 1}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(islands))
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: islands[a] == islands[b])
-    selection.peer_accessible_gpus.cache_clear()
-    assert selection.peer_accessible_gpus() == 3
-    selection.peer_accessible_gpus.cache_clear()
+def test_on_a_gpu_the_launch_itself_chooses():
+    (found,) = run_ranks_apart(_lowered_by_auto, [()])
+    assert found["forward", "lower_copies"] == ["freescale.all_to_all_rows_launch_auto.default"]
 
 
-def test_a_cached_graph_is_for_the_same_selection_facts(monkeypatch):
+def test_a_cached_graph_serves_whatever_the_machines_are(monkeypatch):
+    """What `auto` takes is not in a graph, so it is not in its key either."""
     keys = {driver.Driver(config.Config()).uuid()}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for world, joined, local in ((8, 1, "1"), (8, 8, "1"), (8, 8, "8"), (16, 8, "8")):
-        monkeypatch.setattr(selection, "peer_accessible_gpus", lambda n=joined: n)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    for world, gpus in ((8, 1), (16, 8)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda n=gpus: n)
         with fake_world(0, world):
             keys.add(driver.Driver(config.Config()).uuid())
-    assert len(keys) == 5
+    assert len(keys) == 1

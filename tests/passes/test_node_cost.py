@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -117,3 +120,12 @@ def test_a_link_that_is_set_is_not_measured():
     assert link_speed.measure(Group(), torch.device("cpu"), 8.0) == 1e9
     assert link_speed.estimate("set by hand") == 1e9 and link_speed.estimate("another") == link_speed.DEFAULT
     del link_speed.bytes_per_second["set by hand"]
+
+
+@pytest.mark.parametrize("found, seen", ((1.0e9, 2**30), (1.4e9, 2**30), (0.77e9, 2**30), (1.6e9, 2**31), (23e9, 2**34)))
+def test_a_measured_link_is_rounded_to_a_power_of_two(monkeypatch, found, seen):
+    """So the noise of a probe moves nothing."""
+    monkeypatch.setattr(link_speed, "_probe", lambda group, device: found)
+    group = SimpleNamespace(group_name="measured")
+    assert link_speed.measure(group, torch.device("cpu")) == link_speed.estimate("measured") == seen
+    del link_speed.bytes_per_second["measured"]
