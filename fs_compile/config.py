@@ -50,7 +50,9 @@ class Config:
     )
     strict: bool = _flag(False, "What would be a warning (a pass or a table left out) is an error")
     dynamic: bool = _flag(True, "Batch sizes are symbolic from the first step on; a size of 1 has graphs of its own")
-    timeout: float = _flag(120.0, "Seconds that a rank waits for the others to agree before it gives up")
+    timeout: float = _flag(
+        120.0, "Seconds that a rank waits for the others to agree before it gives up; for one that is compiling, longer"
+    )
 
     link_gbps: float = _flag(0.0, "Speed of the link in Gbit/s; 0: measured once per group at start-up")
     transport: str = _flag(
