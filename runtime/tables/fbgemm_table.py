@@ -48,9 +48,9 @@ class FbgemmTable:
         """
         if self.emb is None:
             return
-        table = torch.searchsorted(self._table_starts, rows, right=True) - 1
-        offsets = torch.searchsorted(rows, self._table_starts)[self._tables_before]
         with dynamo.autograd_inside_op():
+            table = torch.searchsorted(self._table_starts, rows, right=True) - 1
+            offsets = torch.searchsorted(rows, self._table_starts)[self._tables_before]
             embeddings = self.emb(rows - self._table_starts[table], offsets)
             grads = grads.clone() if grads.is_inference() else grads
             torch.autograd.backward(embeddings, grads.view_as(embeddings))
