@@ -9,15 +9,12 @@ A thread for each priority has it do so (nixl_relay.py), so a launch is one call
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -29,13 +26,13 @@ from freescale.kernels.transports.base import CopyTransport, release_words
 from freescale.kernels.transports.channel import Channel
 from freescale.kernels.transports.cuda_driver import CudaDriver, refuse_without_caching
 from freescale.kernels.transports.nixl_relay import NixlRelay, PeerReports, PeerSlots
+from freescale.kernels.transports.relay_threads import stop_relaying
 from freescale.kernels.transports.shared_segment import cpu_group
 from freescale.kernels.transports.slot_rings import PAGE_BYTES, PRIORITY_LEVELS, WORD_STRIDE, Lane
 
 RING_BYTES = 256 << 20  # per rank
 PIECE_BYTES = 4 << 20  # at most, per slot
 _OPEN_SECONDS = 60.0  # at least: UCX looks for networks, for each priority
-_CLOSE_SECONDS = 5.0
 _OUT_FULL, _OUT_FREE, _IN_FULL, _IN_FREE = range(4)
 
 
@@ -105,7 +102,7 @@ class NixlTransport(CopyTransport):
         self.liveness = self._reports = PeerReports(self._threads)
         self._resources.on_close(_close_agents, self._agents)
         self._resources.on_close(
-            _stop_relaying, self._threads, gloo_group, self._wait_words, self._stop_threads, self._released
+            stop_relaying, self._threads, gloo_group, self._wait_words, self._stop_threads, self._released
         )
         self._threads += self._connect(gloo_group)
         for thread in self._threads:
@@ -211,27 +208,6 @@ def _raise_first(ranks: Sequence[int], problems: Sequence[str]) -> None:
 def _close_agents(agents: list[nixl.Agent]) -> None:
     while agents:
         agents.pop().close()
-
-
-def _stop_relaying(
-    threads: list[NixlRelay], gloo_group: dist.ProcessGroup, wait_words: list[np.ndarray], stop: threading.Event,
-    released: threading.Event,
-) -> None:  # fmt: skip
-    end = time.monotonic() + _CLOSE_SECONDS
-    while any(thread.busy for thread in threads) and not released.is_set() and time.monotonic() < end:
-        time.sleep(0.001)
-    stop.set()
-    release_words(wait_words)
-    for thread in threads:
-        if thread.ident is not None and thread is not threading.current_thread():
-            thread.join(max(0.0, end - time.monotonic()))
-    if not threads or any(t.is_alive() or t.broken or t.busy for t in threads) or not dist.is_initialized():
-        return
-    # A peer may still wait for what this rank's agents have posted: they stay until everyone is here.
-    with contextlib.suppress(RuntimeError):
-        work = dist.barrier(gloo_group, async_op=True)
-        assert work is not None
-        work.wait(timedelta(seconds=_CLOSE_SECONDS))
 
 
 def open_transport(

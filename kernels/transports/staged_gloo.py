@@ -9,14 +9,12 @@ A piece may hold fragments for several peers, so the number of copies does not g
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from freescale.compat import distributed
 from freescale.kernels.transports import slot_rings
 from freescale.kernels.transports.base import CopyTransport, release_words
 from freescale.kernels.transports.channel import Channel
+from freescale.kernels.transports.relay_threads import stop_relaying
 from freescale.kernels.transports.shared_segment import cpu_group
 from freescale.kernels.transports.slot_rings import (
     PAGE_BYTES,
@@ -38,7 +37,6 @@ from freescale.kernels.transports.slot_rings import (
 )
 
 SLOTS = 4
-_CLOSE_TIMEOUT = 5.0  # seconds
 _POLL_INTERVAL = 20e-6  # seconds between two looks at a word
 _RINGS = ("out", "in", "self out", "self in")  # the last two share their slots
 Posted = tuple[int, list[tuple[int, Any]]]  # number of a piece, and for each fragment the peer and its Work
@@ -179,7 +177,7 @@ class GlooRelay(CopyTransport):
         self._wait_words = [lane.wait_words for lanes in self._lanes for lane in lanes if lane.wait_words is not None]
         self._stop_threads = threading.Event()
         self._threads = [self._relay_thread(level, sends) for level in levels for sends in (True, False)]
-        self._resources.on_close(_stop_relaying, self._threads, gloo_group, self._wait_words, self._stop_threads)
+        self._resources.on_close(stop_relaying, self._threads, gloo_group, self._wait_words, self._stop_threads)
         for thread in self._threads:
             thread.start()
         self._start_watching()
@@ -263,23 +261,3 @@ class GlooRelay(CopyTransport):
 
     def release_waits(self) -> None:
         release_words(self._wait_words)
-
-
-def _stop_relaying(
-    threads: list[RelayThread], gloo_group: dist.ProcessGroup, wait_words: list[np.ndarray], stop: threading.Event
-) -> None:
-    end = time.monotonic() + _CLOSE_TIMEOUT
-    while any(thread.busy for thread in threads) and time.monotonic() < end:
-        time.sleep(0.001)
-    stop.set()
-    release_words(wait_words)
-    for thread in threads:
-        if thread.ident is not None and thread is not threading.current_thread():
-            thread.join(max(0.0, end - time.monotonic()))
-    if any(thread.is_alive() or thread.broken or thread.busy for thread in threads) or not dist.is_initialized():
-        return
-    # What we sent may still be on its way to a peer: a process does not end its connections before everyone is here.
-    with contextlib.suppress(RuntimeError):
-        work = dist.barrier(gloo_group, async_op=True)
-        assert work is not None
-        work.wait(timedelta(seconds=_CLOSE_TIMEOUT))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from unittest import mock
 
@@ -119,6 +120,29 @@ def test_what_a_rank_asks_of_the_store_does_not_grow_with_the_ranks():
 def test_one_of_many_that_differs_is_named_everywhere():
     for error in run_ranks(_count_requests, 6, 4):
         assert "flag is False on rank 0 and True on rank 4" in error
+
+
+def _dies_between(flag):
+    """Rank 1 posts what it runs and is never counted; the others must not wait for its verdict for ever."""
+    from freescale.runtime import agreement
+
+    if dist.get_rank() == 1:
+        meeting = agreement._Meeting("all")
+        meeting._store = mock.Mock(wraps=meeting._store, add=mock.Mock(side_effect=ZeroDivisionError))
+        with suppress(ZeroDivisionError):
+            meeting.post({"flag": flag}, dist.get_world_size())
+        return "died"
+    try:
+        agreement.agree({"flag": 0}, 2.0)
+    except agreement.Disagreement as error:
+        return str(error)
+    return "agreed"
+
+
+def test_a_rank_that_dies_before_it_is_counted():
+    assert run_ranks(_dies_between, 3, 0, timeout=60) == ["agreed", "died", "agreed"]
+    first, _, third = run_ranks(_dies_between, 3, 1, timeout=60)
+    assert first == third and "flag is 0 on rank 0 and 1 on rank 1" in first
 
 
 def _other_launches():
