@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from freescale.compat import dynamo, fx_values
 
 __all__ = ["CustomGraphPass", "get_hash_for_files"]
 
+log = logging.getLogger(__name__)
 
 # Called around the compilation of each graph: with the graph, and with what compiles it or takes it from a cache.
 Watch = Callable[[fx.GraphModule, Callable[[], Any]], Any]
@@ -51,7 +53,12 @@ def _patches(post_pass: CustomGraphPass) -> dict[str, Any]:
     theirs = config.post_grad_custom_post_pass
     if theirs is not None and type(theirs) is not type(post_pass):
         post_pass = _Chain(theirs, post_pass)
-    return {"post_grad_custom_post_pass": post_pass}
+    patches: dict[str, Any] = {"post_grad_custom_post_pass": post_pass}
+    if config.cpp_wrapper:
+        # Seen with torch 2.11 on a GPU: with look-ahead, the C++ wrapper computes other numbers.
+        log.warning("Inductor's cpp_wrapper is off for graphs that freescale compiles")
+        patches["cpp_wrapper"] = False
+    return patches
 
 
 class _Chain(CustomGraphPass):

@@ -190,3 +190,14 @@ def test_mode_is_refused():
 def test_unknown_option_is_refused():
     with pytest.raises(Exception, match="stict is not an option of freescale. Did you mean strict"):
         torch.compile(torch.nn.Linear(2, 2), backend="freescale", options={"stict": True})(torch.ones(1, 2))
+
+
+def test_the_cpp_wrapper_is_off(caplog):
+    """Both graphs, also the backward one, which is compiled later."""
+    from torch._inductor import config as inductor_config
+    from torch._inductor.utils import run_and_get_code
+
+    with inductor_config.patch(cpp_wrapper=True), caplog.at_level(logging.WARNING, "freescale"):
+        _, codes = run_and_get_code(_step)
+    assert len(codes) == 2 and not any("cpp_wrapper_src" in code for code in codes)
+    assert any("cpp_wrapper is off" in r.message for r in caplog.records)
