@@ -1,24 +1,61 @@
-"""The bubble meter: per step of this rank, what was waited for and for how long, what travelled, what was computed.
+"""The bubble meter: per step of this rank, where its time went and what travelled.
 
 It is always on: a few microseconds per launch. A LookaheadLoader marks where a step ends; without one,
 `freescale.meter.mark()` does.
+
+On a GPU the host runs ahead of the device, so that a time in which the host waited need not be one in which the device
+had nothing to do. Two events on the compute stream, one where a step begins and one in front of its graph, tell how
+long it stood still there; what the host did meanwhile says why.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import torch
 
 from freescale.kernels.transports import launch_record
 
 KEPT = 10_000
+LOADER, PLANNER, MEETING = "loader", "planner", "meeting of the ranks"  # what the host waits for between two steps
+_BETWEEN_STEPS = (LOADER, PLANNER, MEETING)
+
+
+class DeviceGap:
+    """Of a step on a GPU: from where it begins until its graph begins, on the host and on the compute stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._began: Any = self._stream.record_event(torch.cuda.Event(enable_timing=True))
+        self._ended: Any = None
+        self._host_began = time.perf_counter()
+        self.host_seconds = 0.0
+        self.device_seconds = 0.0  # until the device has got there
+
+    def end(self) -> None:
+        if self._ended is None and self._began is not None:
+            self._ended = self._stream.record_event(torch.cuda.Event(enable_timing=True))
+            self.host_seconds = time.perf_counter() - self._host_began
+
+    def read(self) -> bool:
+        """Whether the device has got there, or never will."""
+        if self._ended is not None and self._began is not None:
+            if not self._ended.query():
+                return False
+            self.device_seconds = self._began.elapsed_time(self._ended) / 1e3
+        self._began = self._ended = None
+        return True
 
 
 class FinishedStep(NamedTuple):
     name: Any
     seconds: float
     records: list[launch_record.LaunchRecord]  # of its launches
+    gap: DeviceGap | None = None
+    began: float = 0.0  # by time.perf_counter()
 
 
 class Meter:
@@ -26,45 +63,85 @@ class Meter:
 
     def __init__(self) -> None:
         self._steps: deque[FinishedStep] = deque(maxlen=KEPT)
+        self._unread: deque[DeviceGap] = deque()
         self._began: float | None = None
         self._step_name: Any = None
+        self._gap: DeviceGap | None = None
+        self._listeners: list[Callable[[FinishedStep], None]] = []
 
-    def mark(self, step: Any = None) -> FinishedStep | None:
-        """A step ends here and the next one, called `step`, begins. Returns the one that ended, for `summary`."""
+    def mark(self, step: Any = None, device: torch.device | None = None) -> FinishedStep | None:
+        """A step ends here and the next one, called `step`, begins. Returns the one that ended, for `summary`.
+
+        `device`: a GPU whose current stream the step computes on; then what it waits for before the model is called is
+        told by that stream.
+        """
         now, records = time.perf_counter(), list(launch_record.records)
         # A launch that nobody has waited for yet belongs to the step that will wait.
         launch_record.records.clear()
         launch_record.records.extend(r for r in records if not r.wait_ended)
         finished = None
         if self._began is not None:
-            finished = FinishedStep(self._step_name, now - self._began, [r for r in records if r.wait_ended])
+            waited_for = [r for r in records if r.wait_ended]
+            finished = FinishedStep(self._step_name, now - self._began, waited_for, self._gap, self._began)
             self._steps.append(finished)
-        self._began, self._step_name = now, step
+            for listener in self._listeners:
+                listener(finished)
+        self._began, self._step_name, self._gap = now, step, None
+        if device is not None and device.type == "cuda":
+            self._gap = DeviceGap(device)
+            self._unread.append(self._gap)
+            while self._unread[0] is not self._gap and self._unread[0].read():
+                self._unread.popleft()
         return finished
+
+    def name_step(self, step: Any) -> None:
+        """The step that is under way has this name."""
+        self._step_name = step
+
+    def graph_begins(self) -> None:
+        """The model of the step that is under way is called now."""
+        if self._gap is not None:
+            self._gap.end()
 
     def pause(self) -> None:
         """A step ends here and no other begins: what follows is not training."""
         self.mark()
         self._began = None
 
+    def discard(self) -> None:
+        """There will be no such step as the one that has begun."""
+        self._began, self._gap = None, None
+
     def clear(self) -> None:
         self._steps.clear()
 
+    def listen(self, listener: Callable[[FinishedStep], None]) -> Callable[[], None]:
+        """Call `listener` with every step that ends, in the training thread. Returns a function that ends it."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
     def steps(self) -> list[dict[str, Any]]:
-        """One entry per step, oldest first, times in seconds.
+        """One entry per step, oldest first, times in seconds. Empty where no step has ended.
 
-        step      its name: the number of the batch under a LookaheadLoader
-        seconds   from its begin to its end
-        exposed   of those, this rank computed nothing because what it waited for was not there
-        compute   the rest: seconds - exposed
-        waits     exposed by what was waited for: "urgent rows", "late gradients", "meeting of the ranks", ...
-        bytes     received, by the same names
-        flight    from launch to arrival, by the same names; an upper bound where it arrived before it was waited for
+        step        its name: the number of the batch under a LookaheadLoader
+        seconds     from its begin to its end: the sum of the following five
+        compute     the rest of the step
+        exposed     this rank computed nothing because rows or gradients were not there
+        loader      it waited for the loader to give a batch, or for the batch to be planned
+        straggler   it waited for the other ranks to begin the step
+        host_bound  the GPU had no work while the host did something else before it called the model. (What a GPU waits
+                    for between two kernels of a graph is in `compute`; a profile of torch tells.)
+        waits       exposed, loader and straggler by what was waited for: "urgent rows of item", "late gradients of
+                    item", "loader", "planner", "meeting of the ranks", ...
+        bytes       received, by the same names
+        flight      from launch to arrival, by the same names; an upper bound where it arrived before it was waited for
         """
-        return [summary(*s) for s in self._steps]
+        return [summary(*s[:4]) for s in self._steps]
 
 
-def summary(name: Any, seconds: float, records: list[launch_record.LaunchRecord]) -> dict[str, Any]:
+def summary(
+    name: Any, seconds: float, records: list[launch_record.LaunchRecord], gap: DeviceGap | None = None
+) -> dict[str, Any]:
     """One entry of `Meter.steps`."""
     waits: dict[str, float] = {}
     sizes: dict[str, int] = {}
@@ -73,12 +150,24 @@ def summary(name: Any, seconds: float, records: list[launch_record.LaunchRecord]
         waits[r.label] = waits.get(r.label, 0.0) + r.exposed_seconds()
         sizes[r.label] = sizes.get(r.label, 0) + r.bytes
         flight[r.label] = flight.get(r.label, 0.0) + r.flight_seconds()
-    exposed = sum(waits.values())
+    host_bound = 0.0
+    if gap is not None:
+        gap.read()
+        idle = gap.device_seconds / gap.host_seconds if gap.host_seconds else 0.0
+        for label in _BETWEEN_STEPS:
+            if label in waits:
+                waits[label] *= min(idle, 1.0)
+        host_bound = max(gap.device_seconds - sum(waits.get(label, 0.0) for label in _BETWEEN_STEPS), 0.0)
+    loader, straggler = waits.get(LOADER, 0.0) + waits.get(PLANNER, 0.0), waits.get(MEETING, 0.0)
+    exposed = sum(waits.values()) - loader - straggler
     return {
         "step": name,
         "seconds": seconds,
+        "compute": seconds - exposed - loader - straggler - host_bound,
         "exposed": exposed,
-        "compute": seconds - exposed,
+        "loader": loader,
+        "straggler": straggler,
+        "host_bound": host_bound,
         "waits": waits,
         "bytes": sizes,
         "flight": flight,

@@ -184,6 +184,14 @@ def profiler_range(what: str, label: str = "") -> Any:
     return torch.profiler.record_function(f"freescale: {what} {label}".rstrip())
 
 
+def add_host_wait(label: str, began: float, ended: float) -> None:
+    """Record a time in which the host waited, seconds of time.perf_counter()."""
+    record = LaunchRecord(label, 0)
+    record.launched = record.wait_began = began
+    record.wait_ended = ended
+    records.append(record)
+
+
 class record_host_wait:  # noqa: N801  (used as a statement)
     """Record a time in which the host talks to other ranks and can do nothing else."""
 

@@ -52,6 +52,8 @@ class _Loaded:
     value_counts: dict[str, int] = field(default_factory=dict)  # of the keys of its KeyedJaggedTensors
     for_balancer: list[int] = field(default_factory=lambda: _NOTHING_TO_BALANCE)
     loader_state: Any = None
+    began: float = 0.0  # when the user's loader was asked, by time.perf_counter(),
+    ended: float = 0.0  # and when it had answered
 
 
 class BatchPlanning:
@@ -103,11 +105,14 @@ class BatchPlanning:
     # -- stages --------------------------------------------------------------------------------------------------
 
     def _load(self) -> _Loaded:
-        loaded = _Loaded()
+        loaded = _Loaded(began=time.perf_counter())
         try:
-            if self._batches is None:
-                self._batches = iter(self.loader)
-            loaded.batch = next(self._batches)
+            try:
+                if self._batches is None:
+                    self._batches = iter(self.loader)
+                loaded.batch = next(self._batches)
+            finally:
+                loaded.ended = time.perf_counter()
             if hasattr(self.loader, "state_dict"):
                 loaded.loader_state = copy.deepcopy(self.loader.state_dict())
             self._require_same_structure(loaded.batch)
@@ -154,6 +159,7 @@ class BatchPlanning:
         self.busy_since = time.monotonic()
         block.fill(lambda address: self._plan.plan(address, block.copies))
         planned = PlannedBatch(self.number, batch, block, loaded.value_counts, loaded.loader_state, moved)
+        planned.loaded = loaded.began, loaded.ended
         if self._previous is not None:
             self._previous.next, self._previous.gradients = planned, block
         return planned

@@ -27,7 +27,7 @@ from freescale.runtime.lookahead.loop_state import LoopState
 from freescale.runtime.lookahead.model_tables import compiled_parts, exchanges_of
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planner import Planner
-from freescale.runtime.meter import METER
+from freescale.runtime.meter import METER, FinishedStep
 from freescale.runtime.samples.batch_balancer import BalanceOptions, BatchBalancer, SampleInfo
 from freescale.runtime.samples.restore_outputs import restore_outputs
 
@@ -186,9 +186,19 @@ class LookaheadLoader:
             planner = Planner(self.loader, self.exchanges, connection, self.strict, self._settings.timeout, balancer)
             loop.stop_planning = planner.stop
             loop.planning_failed, loop.why_planning_failed = lambda: planner.failed, planner.why_failed
-            while (planned := planner.take()) is not None:
+            while True:
+                finished = METER.mark(device=self.exchanges[0].anchor.device if self.exchanges else None)
+                planned = None
+                try:
+                    planned = planner.take()
+                finally:
+                    if planned is None:  # the end, or an error
+                        METER.discard()
+                if planned is None:
+                    break
+                METER.name_step(planned.number)
                 self._coordinator.stack.require_innermost(loop)
-                batch = self._hand_out(loop, planned, balancer)
+                batch = self._hand_out(loop, planned, balancer, finished)
                 planner.plan_another()
                 yield batch
             self._loader_state = None
@@ -207,11 +217,12 @@ class LookaheadLoader:
         features = list(dict.fromkeys(f for x in self.exchanges for f in x.features))
         return BatchBalancer(self._balance, self.cost, features, group, self._balance_stats)
 
-    def _hand_out(self, loop: LoopState, planned: PlannedBatch, balancer: BatchBalancer | None) -> Any:
+    def _hand_out(
+        self, loop: LoopState, planned: PlannedBatch, balancer: BatchBalancer | None, finished: FinishedStep | None
+    ) -> Any:
         trained = loop.current is not None and loop.current.used
         loop.hand_out(planned)
         self._loader_state = planned.loader_state
-        finished = METER.mark(planned.number)
         if balancer is not None:
             self._moved = balancer.take(planned.number, finished if trained else None)
         for exchange, plan in zip(self.exchanges, planned.plans, strict=True):

@@ -16,6 +16,7 @@ from freescale.runtime.lookahead.loop_stack import LoopStack
 from freescale.runtime.lookahead.loop_state import LoopState
 from freescale.runtime.lookahead.model_tables import table_modules
 from freescale.runtime.lookahead.rank_status import Action, require_expected_batch
+from freescale.runtime.meter import METER
 from freescale.runtime.tables import torchrec_patch
 
 
@@ -108,6 +109,7 @@ class ModelHooks:
         else:
             self._begin_evaluation(loop, (args, kwargs))
         self._set_calling(module)
+        METER.graph_begins()
 
     def _begin_training(self, loop: LoopState, inputs: Any) -> None:
         if len(self._stack.loops) > 1:

@@ -22,6 +22,7 @@ class PlannedBatch:
     value_counts: dict[str, int]  # of the keys of its KeyedJaggedTensors
     loader_state: Any = None  # of a loader that has one, when it had given this batch and not the next
     moved: BatchEvent | None = None  # what the planning thread has brought to the device
+    loaded: tuple[float, float] = (0.0, 0.0)  # when the user's loader was at work on it, by time.perf_counter()
     # When it is known which batch follows:
     next: PlannedBatch | None = None  # None: the last
     gradients: PlanBlock | None = None

@@ -26,9 +26,11 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
+from freescale.kernels.transports import launch_record
 from freescale.runtime.lookahead.batch_planning import BatchPlanning, EndOfPlanning
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planning_connection import PlanningConnection
+from freescale.runtime.meter import LOADER, PLANNER
 from freescale.runtime.samples.batch_balancer import BatchBalancer
 from freescale.runtime.tables.table_exchange import Exchange
 
@@ -78,6 +80,7 @@ class Planner:
 
         Waits for the user's loader as long as it takes, for anything else no longer than the group's time-out allows.
         """
+        began = time.perf_counter()
         while True:
             try:
                 item = self._ready.get(timeout=min(self.group_timeout, _CHECK_SECONDS))
@@ -86,7 +89,17 @@ class Planner:
                 self._check_thread()
         if isinstance(item, BaseException):
             raise item
+        self._record_wait(began, time.perf_counter(), item)
         return item
+
+    def _record_wait(self, began: float, ended: float, planned: PlannedBatch | None) -> None:
+        """The training thread has waited for the loader, and for the rest of the time until a batch was planned. A
+        batch is ready when the one after it is loaded and planned."""
+        awaited = planned if planned is None or planned.next is None else planned.next
+        at_work = (0.0, 0.0) if awaited is None else awaited.loaded
+        loading = max(min(ended, at_work[1]) - max(began, at_work[0]), 0.0)
+        launch_record.add_host_wait(LOADER, began, began + loading)
+        launch_record.add_host_wait(PLANNER, began + loading, ended)
 
     def plan_another(self) -> None:
         """A batch was taken. Called when the thread that took it has nothing to do with it any more: until then, they

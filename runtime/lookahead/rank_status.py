@@ -21,6 +21,7 @@ from freescale.kernels.planning import rank_mesh
 from freescale.kernels.transports import launch_record
 from freescale.runtime.lookahead.loop_state import UNKNOWN_BATCH, LoopState
 from freescale.runtime.lookahead.status_board import open_board
+from freescale.runtime.meter import MEETING
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class RankSync:
         if loop.failure is not None:
             raise RuntimeError(f"freescale: {loop.failure}")
         try:
-            with launch_record.record_host_wait("meeting of the ranks"):
+            with launch_record.record_host_wait(MEETING):
                 return [RankStatus(*s) for s in self._gather(own)]
         except Exception as error:
             limit = self._timeout.total_seconds()

@@ -201,7 +201,7 @@ class BatchBalancer:
         """
         times = [float("nan")] * 2
         if (ended := self._step_times.pop(local.number - _MEASURED_AFTER, None)) is not None:
-            summary = meter.summary(*ended)
+            summary = meter.summary(*ended[:4])
             times = [summary["seconds"], summary["compute"]]
         rows, most = len(local.measures), int(brought.max())
         message = np.zeros(2 + rows * most)

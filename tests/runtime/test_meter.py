@@ -38,7 +38,8 @@ def test_steps_waits_and_bytes(checked):
         assert [s["step"] for s in steps] == list(range(6))
         for s in steps:
             assert s["seconds"] > 0 and s["exposed"] >= 0
-            assert abs(s["compute"] + s["exposed"] - s["seconds"]) < 1e-9
+            parts = sum(s[part] for part in ("compute", "exposed", "loader", "straggler", "host_bound"))
+            assert abs(parts - s["seconds"]) < 1e-9 and s["compute"] >= 0 and s["host_bound"] == 0
             assert set(s["waits"]) == set(s["bytes"]) == set(s["flight"])
             assert all(s["flight"][name] >= s["waits"][name] - 1e-6 for name in s["waits"])
         planned = {(s["step"], s["exchange"]): s for s in stats}
@@ -50,6 +51,62 @@ def test_steps_waits_and_bytes(checked):
                     assert s["bytes"][f"early rows of {table}"] == plan["bytes_early"]
     waited = sum(ranks[0][0][3]["waits"].values())
     assert waited >= 0.25  # for the straggler, wherever the two met
+
+
+SLEEP = 0.05
+
+
+def _slow_loader():
+    import freescale
+
+    class Slow(Batches):
+        def __iter__(self):
+            for batch in super().__iter__():
+                time.sleep(SLEEP)
+                yield batch
+
+    trainer = _trainer()
+    freescale.meter.clear()
+    assert freescale.meter.steps() == []
+    loop, asked = iter(freescale.LookaheadLoader(Slow(12, 0.3), trainer.compiled)), []
+    while True:
+        began = time.perf_counter()
+        if (batch := next(loop, None)) is None:
+            return freescale.meter.steps(), asked
+        asked.append(time.perf_counter() - began)
+        trainer.compiled(batch).backward()
+
+
+def test_waiting_for_the_loader_is_not_compute(checked):
+    """What the loop waited in `next` is the loader's or the planner's, but for handing the batch out."""
+    for steps, asked in checked.of("slow loader"):
+        assert [s["step"] for s in steps] == list(range(12))
+        assert all(s["loader"] <= seconds for s, seconds in zip(steps, asked, strict=True))
+        assert sum(s["loader"] for s in steps) > 0.8 * sum(asked)
+        assert sum(s["waits"]["loader"] for s in steps) > 0
+
+
+def test_a_loader_that_fails_leaves_no_step_behind(checked):
+    for names in checked.of("failing loader"):
+        assert names == [0, 1, 2]
+
+
+def _failing_loader():
+    import freescale
+
+    class Failing(Batches):
+        def __iter__(self):
+            for number, batch in enumerate(super().__iter__()):
+                if number == 3:
+                    raise ValueError("no more")
+                yield batch
+
+    trainer = _trainer()
+    freescale.meter.clear()
+    with pytest.raises((ValueError, RuntimeError), match="no more"):
+        for batch in freescale.LookaheadLoader(Failing(6, 0.3), trainer.compiled):
+            trainer.compiled(batch).backward()
+    return [s["step"] for s in freescale.meter.steps()]
 
 
 def _profiled():
@@ -67,7 +124,8 @@ def _profiled():
 
 @pytest.fixture(scope="module")
 def checked() -> Outcomes:
-    return run_together({"steps": _steps, "profiled": _profiled}, 2)
+    checks = {"steps": _steps, "profiled": _profiled, "slow loader": _slow_loader, "failing loader": _failing_loader}
+    return run_together(checks, 2)
 
 
 def test_names_in_the_profiler(checked):
