@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from freescale.runtime.lookahead.loader import LookaheadLoader
     from freescale.runtime.meter import METER as meter
     from freescale.runtime.samples.batch_balancer import BalanceOptions
+    from freescale.runtime.scalars import log_to
     from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "ShardedEmbedding",
     "__version__",
     "balance",
+    "log_to",
     "meter",
     "observe",
     "report",
@@ -39,6 +41,7 @@ _LAZY = {
     "LookaheadLoader": "freescale.runtime.lookahead.loader:LookaheadLoader",
     "ShardedEmbedding": "freescale.runtime.tables.sharded_embedding:ShardedEmbedding",
     "balance": "freescale.runtime.balance.solver:balance",
+    "log_to": "freescale.runtime.scalars:log_to",
     "meter": "freescale.runtime.meter:METER",
     "observe": "freescale.driver:observe",
     "report": "freescale.report:report",

@@ -18,6 +18,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("--json", action="store_true", help="the same facts as JSON")
     doctor.set_defaults(run=_doctor)
 
+    report = commands.add_parser("report", help="show where the time of a recorded run went (FREESCALE_RECORD=DIR)")
+    report.add_argument("folder", nargs="?", help="the folder with the records")
+    report.add_argument("--run", dest="run_name", metavar="RUN", help="of several runs in the folder, this one")
+    report.add_argument("--html", metavar="FILE", help="write a page with plots; it needs no network")
+    report.add_argument("--json", metavar="FILE", help="write the figures as JSON; - for standard output")
+    report.add_argument("--trace", metavar="STEP", help="write a trace of these steps for Perfetto: 7, or 5-9")
+    report.add_argument("--out", metavar="FILE", default="trace.json", help="where --trace goes (trace.json)")
+    report.add_argument("--profile", metavar="FILE", help="analyse a trace that the torch profiler wrote")
+    report.set_defaults(run=_report)
+
+    explain = commands.add_parser("explain", help="run a training command and show what the compiler did to its graphs")
+    explain.add_argument("--html", metavar="FILE", help="write a page: a picture of two steps, what each pass changed")
+    explain.add_argument("--json", metavar="FILE", help="write the graphs as JSON; - for standard output")
+    explain.add_argument("--graphs", action="store_true", help="print what each pass changed, too")
+    explain.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
+    explain.set_defaults(run=_explain)
+
     if not argv:
         parser.print_help()
         return 0
@@ -32,6 +49,18 @@ def _doctor(args: argparse.Namespace) -> int:
     from freescale import doctor
 
     return doctor.main(as_json=args.json)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from freescale.views import commands
+
+    return commands.report(args)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from freescale.views import commands
+
+    return commands.explain(args)
 
 
 if __name__ == "__main__":

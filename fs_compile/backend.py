@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ def _calls(gm: fx.GraphModule, *names: str) -> bool:
 
 def _compare_settings_first(compiled: Callable[..., Any], cfg: config.Config) -> Callable[..., Any]:
     """Ranks compare their settings before the first graph with these settings runs for the first time."""
-    settings: dict[str, object] = {f"FREESCALE_{k.upper()}": v for k, v in asdict(cfg).items()}
+    settings: dict[str, object] = {f"FREESCALE_{k.upper()}": v for k, v in cfg.affecting_graphs().items()}
     settings["torch"] = torch.__version__
     key = repr(sorted(settings.items()))
 

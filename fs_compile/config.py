@@ -65,6 +65,9 @@ class Config:
         256.0, "Host memory in MiB that `staged` or `nixl` pins on each rank, once; a longer message waits"
     )
     min_bytes: float = _flag(64.0, "A plain all-to-all whose rows have fewer bytes is not split by consumer")
+    record: str = _flag(
+        "", "Folder for a record of what happened, one file per rank, for `python -m freescale report`; empty: none"
+    )
 
     def __post_init__(self) -> None:
         self.enabled_passes()
@@ -75,6 +78,10 @@ class Config:
             raise ConfigError(f"{PREFIX}RING_MB must be more than 0, found {self.ring_mb}")
         if not self.timeout > 0:
             raise ConfigError(f"{PREFIX}TIMEOUT must be more than 0 seconds, found {self.timeout}")
+
+    def affecting_graphs(self) -> dict[str, Any]:
+        """The settings that the compiled code may depend on, and that all ranks must have in common."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "record"}
 
     def enabled_passes(self) -> tuple[str, ...]:
         """The names of the passes that run, in order."""

@@ -34,7 +34,8 @@ from freescale.passes.exchange_meta import CannotApply, GraphExchange, argument,
 from freescale.passes.find_exchanges import count_exchanges
 from freescale.passes.graph_text import graph_text
 from freescale.passes.node_order import control_dependencies
-from freescale.runtime import agreement
+from freescale.passes.timeline import timeline
+from freescale.runtime import agreement, recording
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Driver(inductor.CustomGraphPass):
         self._record: GraphRecord | None = None  # of the graph that was passed over last
 
     def uuid(self) -> str:
-        settings = sorted(asdict(self.cfg).items())
+        settings = sorted(self.cfg.affecting_graphs().items())
         return f"{_source_hash()} {settings}"
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -96,11 +97,16 @@ class Driver(inductor.CustomGraphPass):
                 record.sites[name] = self._apply_pass(record, name, apply, gm)
                 spent = time.perf_counter() - start
                 REPORT.seconds += spent
+                record.pass_seconds[name] = spent
                 log.info("%s %s: %d sites, %.1f ms", record.direction, name, record.sites[name], spent * 1e3)
                 self._publish_graph(record, name, gm.graph)
         launched = exchanges(graph)
         record.exchanges = len(launched)
         _add_to_report(record)
+        if self._keeps_texts and launched:
+            record.timeline = timeline(graph, self.cfg.link_gbps * 1e9 / 8)
+        if self.cfg.codegen != "inductor":
+            self._to_file(record, sum(record.pass_seconds.values()), from_cache=False)
         if launched:
             _insert_agreement(record.direction, graph, launched, self.cfg.timeout)
             gm.recompile()
@@ -117,11 +123,13 @@ class Driver(inductor.CustomGraphPass):
         spent, key = time.perf_counter() - start, inductor.cache_key(compiled)
         if inductor.cache_hits() > hits:
             progress.say(f"the {direction} graph came out of torch's cache after {spent:.1f} s")
-            self._recall(direction, key)
+            self._recall(direction, key, spent)
         else:
             progress.say(f"the {direction} graph is compiled after {spent:.1f} s")
-            if self._record is not None and key is not None:
-                graph_records.keep(key, self._record)
+            if self._record is not None:
+                self._to_file(self._record, spent, from_cache=False)
+                if key is not None:
+                    graph_records.keep(key, self._record)
         return compiled
 
     def count_whole_cache_hit(self, trained: bool) -> None:
@@ -130,17 +138,27 @@ class Driver(inductor.CustomGraphPass):
             REPORT.from_cache[direction] += 1
             log.info("the %s graph, which has no collectives, came out of torch's cache", direction)
 
-    def _recall(self, direction: str, key: str | None) -> None:
+    def _recall(self, direction: str, key: str | None, spent: float) -> None:
         REPORT.from_cache[direction] += 1
         record = graph_records.recall(key) if key is not None else None
         if record is None:
             log.info("what the passes did to the %s graph when it was compiled is not known here", direction)
+            self._to_file(GraphRecord(direction), spent, from_cache=True)
             return
         _add_to_report(record)
+        self._to_file(record, spent, from_cache=True)
         for name, text in record.texts.items():
             if name in record.sites:
                 log.info("%s %s: %d sites, from torch's cache", direction, name, record.sites[name])
             logs.trace_artifact(f"freescale_{direction}_{name}", lambda text=text: text)  # type: ignore[misc]
+
+    @property
+    def _keeps_texts(self) -> bool:
+        return self.cfg.codegen == "inductor" or bool(self.cfg.record)
+
+    def _to_file(self, record: GraphRecord, seconds: float, from_cache: bool) -> None:
+        if (recorder := recording.recorder(self.cfg.record)) is not None:
+            recorder.add("graph", {**asdict(record), "seconds": seconds, "from_cache": from_cache})
 
     def _apply_pass(self, record: GraphRecord, name: str, apply: freescale.passes.Pass, gm: fx.GraphModule) -> int:
         try:
@@ -156,7 +174,7 @@ class Driver(inductor.CustomGraphPass):
 
     def _publish_graph(self, record: GraphRecord, name: str, graph: fx.Graph) -> None:
         logs.trace_artifact(f"freescale_{record.direction}_{name}", lambda: graph_text(graph))
-        if self.cfg.codegen == "inductor":
+        if self._keeps_texts:
             record.texts[name] = graph_text(graph)
         for observer in list(_observers):
             observer(record.direction, name, graph)

@@ -15,6 +15,7 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from freescale.compat import inductor
 
@@ -28,6 +29,8 @@ class GraphRecord:
     sites: dict[str, int] = field(default_factory=dict)  # of each pass
     texts: dict[str, str] = field(default_factory=dict)  # of the graph after each pass, and "before"
     refused: list[str] = field(default_factory=list)  # passes that did not apply, and why
+    pass_seconds: dict[str, float] = field(default_factory=dict)
+    timeline: list[dict[str, Any]] = field(default_factory=list)  # of passes/timeline.py
 
 
 def keep(key: str, record: GraphRecord) -> None:

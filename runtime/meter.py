@@ -174,4 +174,9 @@ def summary(
     }
 
 
+def is_known(step: FinishedStep) -> bool:
+    """Whether a GPU has told all its times."""
+    return all(r.read_events() for r in step.records) and (step.gap is None or step.gap.read())
+
+
 METER = Meter()

@@ -28,6 +28,7 @@ from freescale.runtime.lookahead.model_tables import compiled_parts, exchanges_o
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planner import Planner
 from freescale.runtime.meter import METER, FinishedStep
+from freescale.runtime.recording import RecordedStats, Recorder, recorder
 from freescale.runtime.samples.batch_balancer import BalanceOptions, BatchBalancer, SampleInfo
 from freescale.runtime.samples.restore_outputs import restore_outputs
 
@@ -93,8 +94,9 @@ class LookaheadLoader:
         self._balance = BalanceOptions() if balance is True else balance or None
         # What a sample costs; if it is fitted, the fit goes on from loop to loop.
         self.cost = None if self._balance is None else self._balance.cost or FittedCost()
-        self._balance_stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
+        self._balance_stats = RecordedStats(maxlen=_STATS_KEPT)
         self._moved: SampleInfo | None = None  # of the batch that was handed out last
+        self._recorder: Recorder | None = None
         self._looping = False
         self._loader_state: Any = None  # of the loader behind that batch; None: the loader's own is right
 
@@ -172,6 +174,7 @@ class LookaheadLoader:
     def __iter__(self) -> Iterator[Any]:
         self._stats.clear()
         self._balance_stats.clear()
+        self._recorder = self._balance_stats.to = recorder(self._settings.record)
         loop, defer_errors = self._coordinator.open_loop(self.model, self._parts, self.exchanges), False
         self._looping = True
 
@@ -227,6 +230,8 @@ class LookaheadLoader:
             self._moved = balancer.take(planned.number, finished if trained else None)
         for exchange, plan in zip(self.exchanges, planned.plans, strict=True):
             self._stats.append({"step": planned.number, "exchange": exchange.name, **plan.stats})
+            if self._recorder is not None:
+                self._recorder.add("plan", self._stats[-1])
         return planned.batch
 
 

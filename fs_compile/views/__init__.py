@@ -1,0 +1,1 @@
+"""What a record of training shows: text, pages, traces. Needs nothing but Python."""

@@ -1,0 +1,178 @@
+"""A run as one HTML page that needs no network: light and dark, plots inside."""
+
+from __future__ import annotations
+
+import difflib
+from html import escape
+from typing import Any
+
+from freescale.views import svg
+from freescale.views.records import PARTS, Run, mean, settled
+from freescale.views.summary import CLASSES, summarize
+from freescale.views.text import MEANING, milliseconds, size
+from freescale.views.timeline import lanes_of_graphs
+
+_RANKS = 32  # bars that a page shows
+_POINTS = 400  # steps of a plot over time
+
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1c2024;--dim:#60666c;--paper:#fff;--line:#d4d8dc;--compute:#8fb4d9;
+--exposed:#d2493c;--loader:#e0a030;--straggler:#9a68c0;--host_bound:#7d8a4a;--urgent:#d2493c;--early:#3c8d6e;--late:#4a74c9}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e8ea;--dim:#9aa2a9;--paper:#16191c;--line:#3a4046;--compute:#39618a}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1000px;margin:2em auto;
+padding:0 1em}
+h1{font-size:1.4em}h2{font-size:1.15em;margin-top:2em}svg{width:100%;height:auto;display:block;margin:.6em 0}
+svg text{font-size:13px;fill:var(--ink)}svg text.dim,.dim{fill:var(--dim);color:var(--dim)}.axis{stroke:var(--line)}
+table{border-collapse:collapse;margin:.6em 0}td,th{padding:.2em .8em .2em 0;text-align:left;vertical-align:top;
+border-bottom:1px solid var(--line)}td.n,th.n{text-align:right}.key{display:inline-block;margin-right:1.4em}
+.key i{display:inline-block;width:12px;height:12px;margin-right:.4em}
+pre{overflow-x:auto;font-size:12px;line-height:1.35;border:1px solid var(--line);padding:.6em}
+.plus{color:#2e8b57}.minus{color:#c7493c}summary{cursor:pointer}
+""" + "".join(f".{c}{{fill:var(--{c})}}i.{c}{{background:var(--{c})}}" for c in (*PARTS, *CLASSES))
+
+
+def page(run: Run, about: str = "report") -> str:
+    s = summarize(run)
+    parts = [_head(s), _shares(s), _over_time(run), _traffic(s), _balance(s), _graphs(run, s)]
+    return _document(f"freescale {about}: run {s['run']}", parts)
+
+
+def explain_page(run: Run) -> str:
+    s = summarize(run)
+    return _document(f"freescale explain: run {s['run']}", [_head(s), _graphs(run, s, open_texts=True)])
+
+
+def _document(title: str, parts: list[str]) -> str:
+    body = "\n".join(p for p in parts if p)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
+        f"<body><h1>{escape(title)}</h1>{body}</body></html>\n"
+    )
+
+
+def _key(names: dict[str, str]) -> str:
+    spans = (f'<span class="key"><i class="{c}"></i>{escape(text)}</span>' for c, text in names.items())
+    return f"<p>{''.join(spans)}</p>"
+
+
+def _head(s: dict[str, Any]) -> str:
+    lines = [f"{s['world']} ranks, {s['steps']} steps, torch {s['torch']}, {s['device']}."]
+    if s["ranks_missing"]:
+        lines.append(f"No record of rank {', '.join(map(str, s['ranks_missing']))}.")
+    if s["cut_off"]:
+        lines.append(f"The record of rank {', '.join(map(str, s['cut_off']))} ends in the middle of a line.")
+    if not s["steps"]:
+        lines.append("No step has ended.")
+    return f"<p>{escape(' '.join(lines))}</p>"
+
+
+def _shares(s: dict[str, Any]) -> str:
+    if not s["steps"]:
+        return ""
+    ranks = sorted(s["ranks"].items(), key=lambda item: -item[1]["compute"])[:_RANKS]
+    bars = [(f"rank {n}", [(part, r[part] * 1e3) for part in PARTS]) for n, r in sorted(ranks)]
+    rows = "".join(
+        f'<tr><td>{escape(MEANING[part])}</td><td class="n">{s["shares"][part]:.1%}</td></tr>' for part in PARTS
+    )
+    waits = "".join(
+        f'<tr><td>{escape(name)}</td><td class="n">{milliseconds(seconds)}</td></tr>'
+        for name, seconds in s["waits"].items() if seconds > 0
+    )  # fmt: skip
+    return (
+        f"<h2>Where a step's time goes</h2><p>Median step {milliseconds(s['step_seconds'])}; the steps at the start, "
+        f"which compile, are left out. Means per rank.</p>{_key(MEANING)}{svg.stacked_bars(bars, 'ms')}"
+        f"<table>{rows}</table><p>Waited for, per step and rank:</p><table>{waits}</table>"
+    )
+
+
+def _over_time(run: Run) -> str:
+    steps = {n: settled(r.step) for n, r in run.ranks.items()}
+    count = min((len(of) for of in steps.values()), default=0)
+    if not count:
+        return ""
+    stride = -(-count // _POINTS)
+    layers = []
+    for part in PARTS:
+        means = [mean(of[i][part] for of in steps.values()) * 1e3 for i in range(count)]
+        layers.append((part, [mean(means[i : i + stride]) for i in range(0, count, stride)]))
+    of_first_rank = next(iter(steps.values()))
+    ends = f"step {of_first_rank[0]['step']}", f"step {of_first_rank[count - 1]['step']}"
+    note = f" Each point is the mean of {stride} steps." if stride > 1 else ""
+    return f"<h2>Over time</h2><p>Mean of the ranks.{note}</p>{svg.stacked_area(layers, 'ms', ends)}"
+
+
+def _traffic(s: dict[str, Any]) -> str:
+    if not s["bytes_per_step"]:
+        return ""
+    bars = []
+    for payload in ("rows", "gradients"):
+        values = [(c, s["bytes_per_step"].get(f"{c} {payload}", 0.0) / 1e6) for c in CLASSES]
+        bars.append((payload, values))
+    shares = "".join(
+        f"<p>{share:.1%} of the unique rows of {escape(name)} were in the batch before.</p>"
+        for name, share in s["collisions"].items()
+    )
+    chart = svg.stacked_bars(bars, "MB received per step and rank")
+    return f"<h2>Traffic</h2>{_key({c: c for c in CLASSES})}{chart}{shares}"
+
+
+def _balance(s: dict[str, Any]) -> str:
+    if (b := s["balance"]) is None:
+        return ""
+    rows = [("before, by the cost", b["straggler_before"]), ("after, by the cost", b["straggler_after"])]
+    if b["straggler_measured"] == b["straggler_measured"]:
+        rows.append(("after, measured", b["straggler_measured"]))
+    bars = svg.stacked_bars([(name, [("straggler", share * 100)]) for name, share in rows], "% of a step")
+    moved = f"{b['moved_samples']:.1f} samples, {size(b['moved_bytes'])} move per step."
+    return f"<h2>Straggler share</h2>{bars}<p>{moved}</p>"
+
+
+def _graphs(run: Run, s: dict[str, Any], open_texts: bool = False) -> str:
+    record = next(iter(run.ranks.values()))
+    if not record.graph:
+        return ""
+    found = ["<h2>Graphs</h2>"]
+    lanes = lanes_of_graphs(record.graph)
+    if lanes:
+        keys = {"compute": "compute, predicted", **{c: f"{c}, on the wire" for c in CLASSES}}
+        found.append("<p>Two steps as predicted for the batch that was traced:</p>")
+        found.append(_key(keys) + svg.lanes(lanes, "ms"))
+    for graph, entry in zip(record.graph, s["graphs"], strict=True):
+        came = "out of torch's cache" if entry["from_cache"] else "compiled"
+        found.append(f"<h3>{escape(entry['direction'])} graph, {came} in {entry['seconds']:.1f} s</h3>")
+        sites = "".join(f'<tr><td>{escape(n)}</td><td class="n">{c}</td></tr>' for n, c in entry["sites"].items())
+        found.append(f"<p>{entry['exchanges']} exchanges.</p><table>{sites}</table>")
+        found += [f"<p>{escape(why)}</p>" for why in entry["refused"]]
+        found.append(_launches(entry["timeline"]))
+        found.append(_diffs(graph.get("texts", {}), open_texts))
+    return "".join(found)
+
+
+def _launches(timeline: list[dict[str, Any]]) -> str:
+    launches = [e for e in timeline if e["do"] == "launch"]
+    if not launches:
+        return ""
+    cells = (
+        f"<tr><td>{escape(e['what'])}</td><td>{escape(e['kind'])}</td><td class='n'>{size(e['bytes'])}</td></tr>"
+        for e in launches
+    )
+    none_yet = any(e["priority"] == "late" and not e["bytes"] for e in launches)
+    note = "<p>The first step, which is traced, has no late gradients; later ones send some.</p>" if none_yet else ""
+    head = "<tr><th>launch</th><th>kind</th><th class='n'>bytes in the traced batch</th></tr>"
+    return f"<table>{head}{''.join(cells)}</table>{note}"
+
+
+def _diffs(texts: dict[str, str], opened: bool) -> str:
+    names, found = list(texts), []
+    for before, after in zip(names[:-1], names[1:], strict=True):
+        lines = list(difflib.unified_diff(texts[before].splitlines(), texts[after].splitlines(), lineterm="", n=2))[2:]
+        if lines:
+            colored = "\n".join(_line(line) for line in lines)
+            found.append(f"<details{' open' * opened}><summary>{escape(after)}</summary><pre>{colored}</pre></details>")
+    return "".join(found)
+
+
+def _line(line: str) -> str:
+    kind = {"+": "plus", "-": "minus"}.get(line[:1], "")
+    return f'<span class="{kind}">{escape(line)}</span>' if kind else escape(line)

@@ -1,0 +1,134 @@
+"""Reads what FREESCALE_RECORD wrote: the ranks of one run.
+
+A process that was killed leaves a last line that may be cut off; that line is left out. Any other line that cannot be
+read is an error that names file and line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PARTS = ("compute", "exposed", "loader", "straggler", "host_bound")  # of a step's seconds
+KINDS = ("start", "graph", "step", "plan", "balance")
+_NEEDED = {
+    "start": ("run", "rank", "world", "at"),
+    "graph": ("direction", "exchanges", "sites", "refused", "seconds", "from_cache"),
+    "step": ("step", "seconds", "at", "waits", "bytes", "launches", *PARTS),
+    "plan": ("step", "exchange"),
+    "balance": ("step", "predicted_before", "predicted_after"),
+}
+
+
+class RecordError(ValueError):
+    """A record that is not there, or that cannot be read."""
+
+
+@dataclass
+class RankRecord:
+    """Of one rank: its lines by kind, in the order in which they were written."""
+
+    path: Path
+    start: dict[str, Any]
+    graph: list[dict[str, Any]] = field(default_factory=list)
+    step: list[dict[str, Any]] = field(default_factory=list)
+    plan: list[dict[str, Any]] = field(default_factory=list)
+    balance: list[dict[str, Any]] = field(default_factory=list)
+    cut_off: bool = False  # the last line: the process was killed while it wrote
+
+
+@dataclass
+class Run:
+    name: str
+    world: int
+    ranks: dict[int, RankRecord]
+
+    @property
+    def missing(self) -> list[int]:
+        return [r for r in range(self.world) if r not in self.ranks]
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [s for rank in self.ranks.values() for s in rank.step]
+
+
+def read(folder: str | Path, run: str | None = None) -> Run:
+    """The one run in a folder, or the one that is asked for."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RecordError(f"{folder} is not a folder")
+    files = sorted(folder.glob("*-rank*.jsonl"))
+    if not files:
+        raise RecordError(f"{folder} has no records (*-rank*.jsonl); train with FREESCALE_RECORD={folder}")
+    runs: dict[str, list[Path]] = {}
+    for path in files:
+        runs.setdefault(path.name.rpartition("-rank")[0], []).append(path)
+    if run is None and len(runs) > 1:
+        raise RecordError(f"{folder} has records of {len(runs)} runs: {', '.join(runs)}; choose one with --run")
+    name = run if run is not None else next(iter(runs))
+    if name not in runs:
+        raise RecordError(f"{folder} has no run {name!r}; it has {', '.join(runs)}")
+    ranks = [read_rank(path) for path in runs[name]]
+    worlds = {r.start["world"] for r in ranks}
+    if len(worlds) > 1:
+        raise RecordError(f"{folder}: field 'world' of run {name} differs between its files: {sorted(worlds)}")
+    return Run(name, worlds.pop(), {r.start["rank"]: r for r in ranks})
+
+
+def read_rank(path: Path) -> RankRecord:
+    record: RankRecord | None = None
+    text = path.read_text(errors="replace")
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry, dict):
+                raise ValueError
+        except ValueError:
+            if number == len(lines) and record is not None:  # no newline behind it
+                record.cut_off = True
+                break
+            raise RecordError(f"{path}, line {number}: not a line of a record: {line[:60]!r}") from None
+        _check(path, number, entry)
+        kind = entry.pop("kind")
+        if kind == "start":
+            record = record or RankRecord(path, entry)
+        elif record is None:
+            raise RecordError(f"{path}, line {number}: the first line must be of kind 'start', found {kind!r}")
+        else:
+            getattr(record, kind).append(entry)
+    if record is None:
+        raise RecordError(f"{path} is empty")
+    return record
+
+
+def _check(path: Path, number: int, entry: dict[str, Any]) -> None:
+    kind = entry.get("kind")
+    if kind not in KINDS:
+        raise RecordError(f"{path}, line {number}: field 'kind' is {kind!r}; known are {', '.join(KINDS)}")
+    for name in _NEEDED[kind]:
+        if name not in entry:
+            raise RecordError(f"{path}, line {number}: a line of kind {kind!r} lacks the field {name!r}")
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else 0.0
+
+
+def settled(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the steps at the start, which compile."""
+    if len(steps) < 3:
+        return steps
+    typical = median(s["seconds"] for s in steps)
+    first = next((i for i, s in enumerate(steps) if s["seconds"] <= 3 * typical), 0)
+    return steps[first:] if first < len(steps) // 2 else steps

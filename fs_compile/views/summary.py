@@ -1,0 +1,87 @@
+"""The numbers of a run that both the text and the page show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from freescale.views.records import PARTS, RankRecord, Run, mean, median, settled
+
+CLASSES = ("urgent", "early", "late")
+
+
+def summarize(run: Run) -> dict[str, Any]:
+    """As `report --json` writes it; times in seconds."""
+    ranks = {number: rank_summary(r) for number, r in sorted(run.ranks.items())}
+    steps = [s for r in run.ranks.values() for s in settled(r.step)]
+    whole = sum(s["seconds"] for s in steps)
+    any_rank = next(iter(run.ranks.values()))
+    return {
+        "run": run.name,
+        "world": run.world,
+        "ranks_recorded": len(run.ranks),
+        "ranks_missing": run.missing,
+        "cut_off": [number for number, r in sorted(run.ranks.items()) if r.cut_off],
+        "torch": any_rank.start.get("torch"),
+        "device": any_rank.start.get("device"),
+        "steps": max((len(r.step) for r in run.ranks.values()), default=0),
+        "step_seconds": median(s["seconds"] for s in steps),
+        "shares": {part: sum(s[part] for s in steps) / whole if whole else 0.0 for part in PARTS},
+        "waits": _waits(steps),
+        "bytes_per_step": _bytes(steps),
+        "collisions": _collisions(any_rank),
+        "balance": _balance(any_rank),
+        "graphs": [_graph(g) for g in any_rank.graph],
+        "ranks": ranks,
+    }
+
+
+def rank_summary(rank: RankRecord) -> dict[str, Any]:
+    steps = settled(rank.step)
+    entry: dict[str, Any] = {"steps": len(rank.step), "step_seconds": median(s["seconds"] for s in steps)}
+    entry |= {part: mean(s[part] for s in steps) for part in PARTS}
+    return entry
+
+
+def _waits(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean seconds per step and rank, by what was waited for, the longest first."""
+    names = dict.fromkeys(name for s in steps for name in s["waits"])
+    waits = {name: mean(s["waits"].get(name, 0.0) for s in steps) for name in names}
+    return dict(sorted(waits.items(), key=lambda item: -item[1]))
+
+
+def _bytes(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean bytes received per step and rank, by class and payload."""
+    total: dict[str, float] = {}
+    for s in steps:
+        for name, size in s["bytes"].items():
+            if size or name.split(" ")[0] in CLASSES:
+                key = " ".join(name.split(" ")[:2])
+                total[key] = total.get(key, 0.0) + size
+    return {name: size / len(steps) for name, size in total.items()}
+
+
+def _collisions(rank: RankRecord) -> dict[str, float]:
+    """Of each exchange: which share of a batch's unique rows was in the batch before."""
+    found: dict[str, list[float]] = {}
+    for plan in rank.plan:
+        if plan.get("unique_rows"):
+            found.setdefault(plan["exchange"], []).append(plan.get("colliding_rows", 0) / plan["unique_rows"])
+    return {name: mean(shares) for name, shares in found.items()}
+
+
+def _balance(rank: RankRecord) -> dict[str, float] | None:
+    if not rank.balance:
+        return None
+    measured = [b["measured"] for b in rank.balance if b.get("measured") is not None]
+    return {
+        "straggler_before": mean(b["predicted_before"] for b in rank.balance),
+        "straggler_after": mean(b["predicted_after"] for b in rank.balance),
+        "straggler_measured": mean(measured) if measured else float("nan"),
+        "moved_samples": mean(b.get("moved_samples", 0) for b in rank.balance),
+        "moved_bytes": mean(b.get("moved_bytes", 0) for b in rank.balance),
+    }
+
+
+def _graph(graph: dict[str, Any]) -> dict[str, Any]:
+    names = ("direction", "exchanges", "sites", "refused", "seconds", "from_cache")
+    return {name: graph[name] for name in names} | {"timeline": graph.get("timeline", [])}

@@ -1,0 +1,100 @@
+"""A run as text for a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from freescale.views.records import PARTS
+
+MEANING = {
+    "compute": "compute",
+    "exposed": "waited for rows or gradients",
+    "loader": "waited for the loader or the planner",
+    "straggler": "waited for other ranks to begin",
+    "host_bound": "GPU without work before the model",
+}
+_BAR = 40  # characters of a whole step
+_RANKS = 16  # that a terminal shows
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def text_report(summary: dict[str, Any]) -> str:
+    parts = [_head(summary), _where(summary), _ranks(summary), _traffic(summary), _balance(summary), _graphs(summary)]
+    return "\n\n".join(p for p in parts if p)
+
+
+def _head(s: dict[str, Any]) -> str:
+    lines = [f"run {s['run']}: {s['world']} ranks, {s['steps']} steps, torch {s['torch']}, {s['device']}"]
+    if s["ranks_missing"]:
+        lines.append(f"no record of rank {', '.join(map(str, s['ranks_missing']))}")
+    if s["cut_off"]:
+        lines.append(f"the record of rank {', '.join(map(str, s['cut_off']))} ends in the middle of a line")
+    if not s["steps"]:
+        lines.append("no step has ended")
+    return "\n".join(lines)
+
+
+def _where(s: dict[str, Any]) -> str:
+    if not s["steps"]:
+        return ""
+    lines = [f"where a step's time goes (median step {milliseconds(s['step_seconds'])}; steps that compile left out)"]
+    for part in PARTS:
+        share = s["shares"][part]
+        lines.append(f"  {MEANING[part]:38}{share:7.1%}  {'#' * round(share * _BAR)}")
+    waits = {name: seconds for name, seconds in s["waits"].items() if seconds > 0}
+    lines += [f"    {name:46}{milliseconds(seconds):>10}" for name, seconds in waits.items()]
+    return "\n".join(lines)
+
+
+def _ranks(s: dict[str, Any]) -> str:
+    if not s["steps"]:
+        return ""
+    lines = [f"{'rank':>6}{'steps':>7}{'step':>11}" + "".join(f"{part:>12}" for part in PARTS)]
+    ranks = sorted(s["ranks"].items(), key=lambda item: -item[1]["compute"])
+    shown = sorted(ranks[:_RANKS])
+    for number, r in shown:
+        cells = "".join(f"{milliseconds(r[part]):>12}" for part in PARTS)
+        lines.append(f"{number:>6}{r['steps']:>7}{milliseconds(r['step_seconds']):>11}{cells}")
+    if len(ranks) > len(shown):
+        lines.append(f"  and {len(ranks) - len(shown)} more ranks, which compute less")
+    return "\n".join(lines)
+
+
+def _traffic(s: dict[str, Any]) -> str:
+    lines = [f"  {name:22}{size(count):>12}" for name, count in s["bytes_per_step"].items()]
+    if lines:
+        lines.insert(0, "received per step and rank")
+    for name, share in s["collisions"].items():
+        lines.append(f"  {share:.1%} of the unique rows of {name} were in the batch before")
+    return "\n".join(lines)
+
+
+def _balance(s: dict[str, Any]) -> str:
+    if (b := s["balance"]) is None:
+        return ""
+    measured = "" if b["straggler_measured"] != b["straggler_measured"] else f", measured {b['straggler_measured']:.1%}"
+    return (
+        f"balance: straggler share {b['straggler_before']:.1%} before, {b['straggler_after']:.1%} after by the cost"
+        f"{measured}; {b['moved_samples']:.1f} samples and {size(b['moved_bytes'])} move per step"
+    )
+
+
+def _graphs(s: dict[str, Any]) -> str:
+    lines = []
+    for g in s["graphs"]:
+        came = "out of torch's cache" if g["from_cache"] else "compiled"
+        sites = ", ".join(f"{name} {n}" for name, n in g["sites"].items()) or "no passes"
+        lines.append(f"{g['direction']} graph, {came} in {g['seconds']:.1f} s: {g['exchanges']} exchanges; {sites}")
+        lines += [f"  {why}" for why in g["refused"]]
+    return "\n".join(lines)

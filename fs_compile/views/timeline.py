@@ -1,0 +1,77 @@
+"""The predicted timeline of a step: when compute blocks run and chunks are on the wire, by a graph's own order.
+
+What is predicted is what the passes placed launches by. Urgent chunks have the wire of the training group, early and
+late ones that of the background group; on each, one follows the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LANES = ("compute", "urgent", "late", "early")
+Blocks = dict[str, list[tuple[float, float, str, str]]]
+
+
+class _Clock:
+    """Replays a graph's order: the time of the compute, of the two wires, and when each chunk arrives."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.wire_free = {"urgent": 0.0, "background": 0.0}
+        self.arrival: dict[str, float] = {}
+        self.exposed = 0.0
+        self.blocks: Blocks = {lane: [] for lane in LANES}
+
+    def replay(self, timeline: list[dict[str, Any]], of: str) -> None:
+        for entry in timeline:
+            if entry["do"] == "compute":
+                begin, self.now = self.now, self.now + entry["seconds"]
+                self.blocks["compute"].append((begin, self.now, "compute", f"{of}: {entry['what']}"))
+            elif entry["do"] == "launch":
+                wire = "urgent" if entry["priority"] == "urgent" else "background"
+                begin = max(self.now, self.wire_free[wire])
+                end = self.wire_free[wire] = self.arrival[entry["what"]] = begin + entry["seconds"]
+                self.blocks[entry["priority"]].append((begin, end, entry["priority"], f"{of}: {entry['what']}"))
+            else:
+                arrival = self.arrival.pop(entry["what"], self.now)
+                self.exposed += max(arrival - self.now, 0.0)
+                self.now = max(self.now, arrival)
+
+
+def predict(graphs: list[dict[str, Any]], steps: int = 2) -> tuple[Blocks, float, float]:
+    """Blocks by lane, seconds, and of those exposed, of `steps` steps, each the last forward and backward graph."""
+    by_direction = {g["direction"]: g["timeline"] for g in graphs if g.get("timeline")}
+    clock = _Clock()
+    for step in range(steps if by_direction else 0):
+        for direction in ("forward", "backward"):
+            clock.replay(by_direction.get(direction, []), f"step {step}, {direction}")
+    return clock.blocks, clock.now, clock.exposed
+
+
+def lanes_of_graphs(graphs: list[dict[str, Any]]) -> list[tuple[str, list[tuple[float, float, str, str]]]]:
+    """In milliseconds, for a picture; empty where no graph has a timeline."""
+    blocks, _, _ = predict(graphs)
+    if not any(blocks.values()):
+        return []
+    return [(lane, [(b * 1e3, e * 1e3, kind, label) for b, e, kind, label in blocks[lane]]) for lane in LANES]
+
+
+def text_timeline(graphs: list[dict[str, Any]]) -> str:
+    """Each graph's order, in words."""
+    lines: list[str] = []
+    for g in graphs:
+        lines.append(f"{g['direction']} graph: {g['exchanges']} exchanges")
+        for e in g.get("timeline", []):
+            if e["do"] == "launch":
+                what = f"launch {e['what']} ({e['kind']}): {e['bytes']} bytes, {e['seconds'] * 1e3:.3f} ms on the wire"
+            elif e["do"] == "wait":
+                what = f"wait for {e['what']}"
+            else:
+                what = f"  compute {e['seconds'] * 1e3:.3f} ms: {e['nodes']} nodes, the longest {e['what']}"
+            lines.append(f"  {what}")
+        lines += [f"  {why}" for why in g["refused"]]
+    _, seconds, exposed = predict(graphs, 1)
+    if seconds:
+        lines.append("(the first step, which is traced, has no late gradients; later ones send some)")
+        lines.append(f"predicted for the traced batch: {seconds * 1e3:.2f} ms a step, {exposed * 1e3:.2f} exposed")
+    return "\n".join(lines)

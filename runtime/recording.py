@@ -1,0 +1,156 @@
+"""`FREESCALE_RECORD=DIR`: one file per rank, a line of JSON for whatever happened, appended as it goes.
+
+    start     run, rank, world, versions, device; the first line
+    graph     what was found and what each pass did, or why not; also of graphs that came out of torch's caches
+    step      an entry of freescale.meter.steps(), when it began, and its launches: [label, launched, wait began, wait
+              ended, bytes, seconds exposed], times since the step began
+    plan      an entry of LookaheadLoader.stats()
+    balance   an entry of LookaheadLoader.balance_stats()
+
+The training thread only puts things into a queue. A thread of its own writes once a second, so what a killed process
+leaves behind lacks a second at most. A file that cannot be written ends the record, with a warning, not the training.
+`python -m freescale report DIR` reads it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from freescale.compat import distributed
+from freescale.runtime import meter
+
+log = logging.getLogger(__name__)
+
+_WRITE_EVERY = 1.0  # seconds
+_UNMEASURED = 64  # balance entries that may wait for what was measured
+_recorders: dict[str, Recorder] = {}
+
+
+def recorder(folder: str) -> Recorder | None:
+    """The one of this process for this folder; None where nothing is to be recorded."""
+    if not folder:
+        return None
+    if folder not in _recorders:
+        _recorders[folder] = Recorder(folder)
+    return _recorders[folder]
+
+
+class Recorder:
+    """Appends to one file. Its methods only queue, and can be called from any thread."""
+
+    def __init__(self, folder: str) -> None:
+        in_world = dist.is_available() and dist.is_initialized()
+        self.rank, world = (dist.get_rank(), dist.get_world_size()) if in_world else (0, 1)
+        self.run = _run_name(in_world)
+        self.path = Path(folder) / f"{self.run}-rank{self.rank:05d}.jsonl"
+        self._queue: deque[tuple[str, Any]] = deque()
+        self._steps: deque[meter.FinishedStep] = deque()  # whose times the device may not have told yet
+        self._balance: deque[dict[str, Any]] = deque()
+        self._zero = time.time() - time.perf_counter()  # what to add to a perf_counter
+        self._writing, self._failed = threading.Lock(), False
+        self.add("start", _about(self.run, self.rank, world))
+        meter.METER.listen(self._add_step)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.flush(last=False)
+        except OSError as error:
+            self._give_up(error)
+        threading.Thread(target=self._write_regularly, name="freescale-record", daemon=True).start()
+        atexit.register(self.flush)
+
+    def add(self, kind: str, entry: dict[str, Any]) -> None:
+        if not self._failed:
+            self._queue.append((kind, entry))
+
+    def add_balance(self, entry: dict[str, Any]) -> None:
+        """Written when its step was measured, which the balancer enters later."""
+        if not self._failed:
+            self._balance.append(entry)
+
+    def _add_step(self, step: meter.FinishedStep) -> None:
+        if not self._failed:
+            self._steps.append(step)
+
+    def flush(self, last: bool = True) -> None:
+        """Write what is known. `last`: also what would have been known better later."""
+        with self._writing:
+            if self._failed:
+                return
+            while self._steps and (last or meter.is_known(self._steps[0])):
+                self._queue.append(("step", self._step_entry(self._steps.popleft())))
+            known = len(self._balance) if last else max(len(self._balance) - _UNMEASURED, 0)
+            while self._balance and (known > 0 or self._balance[0]["measured"] is not None):
+                known -= 1
+                self._queue.append(("balance", self._balance.popleft()))
+            lines = []
+            while self._queue:
+                kind, entry = self._queue.popleft()
+                lines.append(json.dumps({"kind": kind, **entry}, default=str) + "\n")
+            if lines:
+                with self.path.open("a") as file:
+                    file.write("".join(lines))
+
+    def _write_regularly(self) -> None:
+        while not self._failed:
+            time.sleep(_WRITE_EVERY)
+            try:
+                self.flush(last=False)
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._failed = True
+        self._queue.clear()
+        self._steps.clear()
+        self._balance.clear()
+        words = "FREESCALE_RECORD: rank %d cannot write %s (%s); it goes on without a record"
+        log.warning(words, self.rank, self.path, error)
+
+    def _step_entry(self, step: meter.FinishedStep) -> dict[str, Any]:
+        launches = [
+            [r.label, *(t - step.began for t in (r.launched, r.wait_began, r.wait_ended)), r.bytes, r.exposed_seconds()]
+            for r in step.records
+        ]
+        return {**meter.summary(*step[:4]), "at": step.began + self._zero, "launches": launches}
+
+
+class RecordedStats(deque[dict[str, Any]]):
+    """The statistics of a balancer, which are recorded, too."""
+
+    to: Recorder | None = None
+
+    def append(self, entry: dict[str, Any]) -> None:
+        super().append(entry)
+        if self.to is not None:
+            self.to.add_balance(entry)
+
+
+def _run_name(in_world: bool) -> str:
+    """The same on every rank: the first one to ask the store names the run."""
+    mine = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    if in_world:
+        with contextlib.suppress(Exception):  # a store that is gone: each rank has a run of its own
+            return str(distributed.default_store().compare_set("freescale/run", "", mine).decode())
+    return mine
+
+
+def _about(run: str, rank: int, world: int) -> dict[str, Any]:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+    return {
+        "run": run, "rank": rank, "world": world, "at": time.time(), "host": platform.node(), "device": device,
+        "freescale": getattr(sys.modules["freescale"], "__version__", ""), "torch": torch.__version__,
+    }  # fmt: skip

@@ -1,0 +1,189 @@
+"""What a record shows: sums, sentences for what cannot be read, pages without a network, traces, profiles."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from freescale.__main__ import main
+from freescale.views import page, profile, records, summary, svg, text, timeline, trace
+
+LAUNCH = ["urgent rows of item", 0.01, 0.02, 0.05, 4000, 0.03]
+
+
+def step(number: int, seconds: float = 0.1, **parts: float) -> dict:
+    spent = {part: parts.get(part, 0.0) for part in records.PARTS}
+    spent["compute"] = seconds - sum(spent.values())
+    waits = {"urgent rows of item": spent["exposed"], "loader": spent["loader"]}
+    entry = {"kind": "step", "step": number, "seconds": seconds, "at": 1e9 + number, "waits": waits, **spent}
+    return entry | {"bytes": {"urgent rows of item": 4000, "loader": 0}, "launches": [LAUNCH]}
+
+
+def graph(direction: str = "forward", **more) -> dict:
+    launch = {"do": "launch", "what": "urgent rows of item", "payload": "rows", "priority": "urgent", "table": "item"}
+    launch |= {"kind": "chunk", "bytes": 4000, "size": "4*s0", "seconds": 0.004}
+    order = [launch, {"do": "compute", "what": "mm", "nodes": 3, "seconds": 0.003}, {"do": "wait", "what": launch["what"]}]
+    entry = {"kind": "graph", "direction": direction, "exchanges": 1, "sites": {"find_exchanges": 1}, "refused": []}
+    entry |= {"seconds": 2.0, "from_cache": False, "timeline": order, "texts": {"before": "a\nb", "find_exchanges": "a\nc"}}
+    return entry | more
+
+
+def write(folder: Path, rank: int = 0, world: int = 2, run: str = "r1", lines: list | None = None, tail: str = "") -> Path:
+    start = {"kind": "start", "run": run, "rank": rank, "world": world, "at": 1e9, "torch": "2", "device": "cpu"}
+    path = folder / f"{run}-rank{rank:05d}.jsonl"
+    path.write_text("".join(json.dumps(e) + "\n" for e in [start, *(lines or [])]) + tail)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    plans = [{"kind": "plan", "step": 1, "exchange": "item", "unique_rows": 10, "colliding_rows": 3}]
+    moved = {"kind": "balance", "step": 1, "predicted_before": 0.4, "predicted_after": 0.1, "measured": 0.12, "moved_samples": 2}
+    slow = [step(0, 9.0), step(1, exposed=0.03, loader=0.02), step(2, exposed=0.01), step(3, straggler=0.01)]
+    write(tmp_path, 0, lines=[graph(), graph("backward", from_cache=True), *slow, *plans, moved])
+    write(tmp_path, 1, lines=[graph(), *[step(i, exposed=0.01) for i in range(4)]])
+    return tmp_path
+
+
+def test_sums(folder):
+    s = summary.summarize(records.read(folder))
+    assert s["steps"] == 4 and s["ranks_missing"] == [] and s["step_seconds"] == 0.1
+    assert sum(s["shares"].values()) == pytest.approx(1)
+    assert s["shares"]["exposed"] == pytest.approx((0.03 + 0.01 + 4 * 0.01) / 0.7)  # without the step that compiles
+    assert s["bytes_per_step"] == {"urgent rows": 4000} and s["collisions"] == {"item": 0.3}
+    assert s["balance"]["straggler_measured"] == 0.12
+
+
+def test_text_says_what_matters(folder):
+    said = text.text_report(summary.summarize(records.read(folder)))
+    for words in ("2 ranks, 4 steps", "waited for rows or gradients", "urgent rows of item", "before, 10.0% after",
+                  "backward graph, out of torch's cache", "30.0% of the unique rows"):  # fmt: skip
+        assert words in said
+
+
+def test_page_needs_no_network_and_has_its_plots(folder):
+    made = page.page(records.read(folder))
+    assert made.count("<svg") == 5 and "prefers-color-scheme:dark" in made
+    assert not re.search(r"(src|href)=|https?://|@import|url\(", made)
+    assert '<span class="plus">+c</span>' in made
+
+
+def test_names_are_escaped(tmp_path):
+    write(tmp_path, world=1, lines=[step(0, exposed=0.01) | {"waits": {"<b>&": 0.01}}])
+    made = page.page(records.read(tmp_path))
+    assert "&lt;b&gt;&amp;" in made and "<b>&" not in made
+
+
+def test_a_run_without_steps(tmp_path):
+    write(tmp_path, world=1, lines=[graph(exchanges=0, timeline=[], texts={})])
+    run = records.read(tmp_path)
+    assert "no step has ended" in text.text_report(summary.summarize(run)) and "No step has ended" in page.page(run)
+
+
+def test_a_killed_rank_and_one_without_a_record(tmp_path):
+    write(tmp_path, 1, lines=[step(0)], tail='{"kind": "step", "ste')
+    said = text.text_report(summary.summarize(records.read(tmp_path)))
+    assert "no record of rank 0" in said and "rank 1 ends in the middle of a line" in said
+
+
+@pytest.mark.parametrize(
+    ("lines", "tail", "words"),
+    [
+        ([], "nonsense\n{}\n", "line 2: not a line of a record"),
+        ([{"kind": "stap"}], "", "line 2: field 'kind' is 'stap'"),
+        ([{"kind": "step", "step": 1}], "", "line 2: a line of kind 'step' lacks the field 'seconds'"),
+    ],
+)
+def test_lines_that_cannot_be_read(tmp_path, lines, tail, words, capsys):
+    path = write(tmp_path, lines=lines, tail=tail)
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"{path}, {words}" in capsys.readouterr().err
+
+
+def test_bad_folders(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "nothing")]) == 2 and "is not a folder" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2 and "has no records" in capsys.readouterr().err
+    write(tmp_path, run="r1", world=1)
+    write(tmp_path, run="r2", world=1)
+    assert main(["report", str(tmp_path)]) == 2 and "records of 2 runs: r1, r2; choose one with --run" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--run", "r2"]) == 0
+    assert main(["report", str(tmp_path), "--run", "r3"]) == 2 and "no run 'r3'" in capsys.readouterr().err
+    assert main(["report"]) == 2 and "a folder with records is needed" in capsys.readouterr().err
+
+
+def test_files_of_the_command(folder, tmp_path, capsys):
+    out = [str(tmp_path / name) for name in ("a.html", "a.json", "a.trace")]
+    assert main(["report", str(folder), "--html", out[0], "--json", out[1], "--trace", "1-2", "--out", out[2]]) == 0
+    assert json.loads(Path(out[1]).read_text())["world"] == 2 and Path(out[0]).read_text().startswith("<!doctype html>")
+    events = json.loads(Path(out[2]).read_text())["traceEvents"]
+    assert {e["name"] for e in events} >= {"step 1", "step 2", "urgent rows of item", "wait for urgent rows of item"}
+    assert main(["report", str(folder), "--trace", "77", "--out", out[2]]) == 2
+    assert "no step 77; it has 0 to 3" in capsys.readouterr().err
+    assert main(["report", str(folder), "--trace", "x"]) == 2 and "--trace must be a step" in capsys.readouterr().err
+
+
+def test_trace_keeps_the_ranks_apart(folder):
+    events = trace.trace(records.read(folder), 1, 1)["traceEvents"]
+    waits = [e for e in events if e["name"] == "wait for urgent rows of item"]
+    assert [e["pid"] for e in waits] == [0, 1] and waits[0]["dur"] == pytest.approx(0.03e6)
+
+
+def test_predicted_timeline():
+    """4 ms on the wire, 3 ms of compute beside it: 1 ms is exposed."""
+    blocks, seconds, exposed = timeline.predict([graph()], 1)
+    assert seconds == pytest.approx(0.004) and exposed == pytest.approx(0.001)
+    assert [len(blocks[lane]) for lane in timeline.LANES] == [1, 1, 0, 0]
+    said = timeline.text_timeline([graph()])
+    assert said.index("launch urgent rows") < said.index("compute 3.000 ms") < said.index("wait for urgent rows")
+    assert timeline.lanes_of_graphs([graph(timeline=[])]) == []
+
+
+def test_charts_of_nothing():
+    assert svg.stacked_area([], "ms", ("", "")) == "" and "<svg" in svg.stacked_bars([], "ms") and "<svg" in svg.lanes([], "ms")
+
+
+# ---- profiles of torch -----------------------------------------------------------------------------------------------
+
+
+def event(category: str, begin: float, end: float, stream: int = 7, correlation: int = 0, name: str = "k") -> dict:
+    args = {"stream": stream, "device": 0, "correlation": correlation}
+    return {"ph": "X", "cat": category, "name": name, "ts": begin * 1e6, "dur": (end - begin) * 1e6, "args": args}
+
+
+def test_profile_says_what_the_compute_stream_waits_for(tmp_path):
+    """Kernels 0-1, 3-4, 5-6: the second was launched at 2 (host) and waited for a copy until 3; the third was launched
+    in time, and nothing was on its way."""
+    events = [
+        *(event("kernel", a, b, correlation=c) for c, (a, b) in enumerate([(0, 1), (3, 4), (5, 6)], 1)),
+        *(event("cuda_runtime", at, at + 0.1, 0, c) for c, at in ((1, -1), (2, 2), (3, 3.5))),
+        event("gpu_memcpy", 0.5, 3, stream=9),
+        event("kernel", 0.2, 0.4, stream=11, name="ncclDevKernel_SendRecv"),
+        {"ph": "i", "name": "mark"},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = profile.analyse(path)
+    assert found["seconds"] == pytest.approx(6) and found["kernels"] == 3
+    assert found["shares"] == pytest.approx({"busy": 0.5, "host": 1 / 6, "exposed": 1 / 6, "gap": 1 / 6})
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert found["communication_seconds"] == pytest.approx(2.7) and found["communication_hidden"] == pytest.approx(0.7 / 2.7)
+
+
+def test_profile_of_the_command(tmp_path, capsys):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [event("kernel", 0, 1), event("kernel", 1, 2)]}))
+    assert main(["report", "--profile", str(path)]) == 0 and "compute stream busy" in capsys.readouterr().out
+    for content, words in (('{"traceEvents": []}', "has no kernels of a GPU"), ("{}", "the field 'traceEvents'"), ("x", "is no trace")):
+        path.write_text(content)
+        assert main(["report", "--profile", str(path)]) == 2 and words in capsys.readouterr().err
+    assert main(["report", "--profile", str(tmp_path / "no")]) == 2 and "cannot be read" in capsys.readouterr().err
+
+
+def test_explain_of_what_is_no_command(capsys):
+    assert main(["explain"]) == 2 and "needs a command" in capsys.readouterr().err
+    assert main(["explain", "--", "/nowhere/at/all"]) == 2 and "cannot be run" in capsys.readouterr().err
+    assert main(["explain", "--", "true"]) == 2 and "compiled nothing with freescale" in capsys.readouterr().err
+    assert main(["explain", "--", "false"]) == 1
