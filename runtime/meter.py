@@ -4,8 +4,8 @@ It is always on: a few microseconds per launch. A LookaheadLoader marks where a 
 `freescale.meter.mark()` does.
 
 On a GPU the host runs ahead of the device, so that a time in which the host waited need not be one in which the device
-had nothing to do. Two events on the compute stream, one where a step begins and one in front of its graph, tell how
-long it stood still there; what the host did meanwhile says why.
+had nothing to do. There, a step is what lies between two events on the compute stream; a third one in front of its
+graph tells how long the stream stood still until then, and what the host did meanwhile says why.
 """
 
 from __future__ import annotations
@@ -24,29 +24,39 @@ LOADER, PLANNER, MEETING = "loader", "planner", "meeting of the ranks"  # what t
 _BETWEEN_STEPS = (LOADER, PLANNER, MEETING)
 
 
-class DeviceGap:
-    """Of a step on a GPU: from where it begins until its graph begins, on the host and on the compute stream."""
+class DeviceStep:
+    """A step on a GPU, as its compute stream sees it: from where it begins until its graph begins, and to its end."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
-        self._began: Any = self._stream.record_event(torch.cuda.Event(enable_timing=True))
-        self._ended: Any = None
+        self._events: list[Any] = [self._record(), None, None]  # its begin, its graph's, its end
         self._host_began = time.perf_counter()
-        self.host_seconds = 0.0
-        self.device_seconds = 0.0  # until the device has got there
+        self.host_seconds = 0.0  # until the graph began
+        self.gap_seconds = self.seconds = 0.0  # until the device has got there
 
-    def end(self) -> None:
-        if self._ended is None and self._began is not None:
-            self._ended = self._stream.record_event(torch.cuda.Event(enable_timing=True))
+    def _record(self) -> Any:
+        return self._stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    def graph_begins(self) -> None:
+        if self._events and self._events[1] is None:
+            self._events[1] = self._record()
             self.host_seconds = time.perf_counter() - self._host_began
 
+    def end(self) -> None:
+        if self._events:
+            self._events[2] = self._record()
+
     def read(self) -> bool:
-        """Whether the device has got there, or never will."""
-        if self._ended is not None and self._began is not None:
-            if not self._ended.query():
-                return False
-            self.device_seconds = self._began.elapsed_time(self._ended) / 1e3
-        self._began = self._ended = None
+        """Whether the device has told all there is to tell."""
+        if not self._events:
+            return True
+        began, graph_began, ended = self._events
+        if ended is None or not ended.query():
+            return False
+        self.seconds = began.elapsed_time(ended) / 1e3
+        if graph_began is not None:
+            self.gap_seconds = began.elapsed_time(graph_began) / 1e3
+        self._events = []
         return True
 
 
@@ -54,7 +64,7 @@ class FinishedStep(NamedTuple):
     name: Any
     seconds: float
     records: list[launch_record.LaunchRecord]  # of its launches
-    gap: DeviceGap | None = None
+    on_device: DeviceStep | None = None
     began: float = 0.0  # by time.perf_counter()
 
 
@@ -63,10 +73,10 @@ class Meter:
 
     def __init__(self) -> None:
         self._steps: deque[FinishedStep] = deque(maxlen=KEPT)
-        self._unread: deque[DeviceGap] = deque()
+        self._unread: deque[DeviceStep] = deque()
         self._began: float | None = None
         self._step_name: Any = None
-        self._gap: DeviceGap | None = None
+        self._on_device: DeviceStep | None = None
         self._listeners: list[Callable[[FinishedStep], None]] = []
 
     def mark(self, step: Any = None, device: torch.device | None = None) -> FinishedStep | None:
@@ -81,17 +91,19 @@ class Meter:
         launch_record.records.extend(r for r in records if not r.wait_ended)
         finished = None
         if self._began is not None:
+            if self._on_device is not None:
+                self._on_device.end()
             waited_for = [r for r in records if r.wait_ended]
-            finished = FinishedStep(self._step_name, now - self._began, waited_for, self._gap, self._began)
+            finished = FinishedStep(self._step_name, now - self._began, waited_for, self._on_device, self._began)
             self._steps.append(finished)
             for listener in self._listeners:
                 listener(finished)
-        self._began, self._step_name, self._gap = now, step, None
+        self._began, self._step_name, self._on_device = now, step, None
+        while self._unread and self._unread[0].read():
+            self._unread.popleft()
         if device is not None and device.type == "cuda":
-            self._gap = DeviceGap(device)
-            self._unread.append(self._gap)
-            while self._unread[0] is not self._gap and self._unread[0].read():
-                self._unread.popleft()
+            self._on_device = DeviceStep(device)
+            self._unread.append(self._on_device)
         return finished
 
     def name_step(self, step: Any) -> None:
@@ -100,8 +112,8 @@ class Meter:
 
     def graph_begins(self) -> None:
         """The model of the step that is under way is called now."""
-        if self._gap is not None:
-            self._gap.end()
+        if self._on_device is not None:
+            self._on_device.graph_begins()
 
     def pause(self) -> None:
         """A step ends here and no other begins: what follows is not training."""
@@ -110,7 +122,9 @@ class Meter:
 
     def discard(self) -> None:
         """There will be no such step as the one that has begun."""
-        self._began, self._gap = None, None
+        if self._on_device is not None:
+            self._unread.remove(self._on_device)
+        self._began, self._on_device = None, None
 
     def clear(self) -> None:
         self._steps.clear()
@@ -124,7 +138,7 @@ class Meter:
         """One entry per step, oldest first, times in seconds. Empty where no step has ended.
 
         step        its name: the number of the batch under a LookaheadLoader
-        seconds     from its begin to its end: the sum of the following five
+        seconds     from its begin to its end, on a GPU by its compute stream: the sum of the following five
         compute     the rest of the step
         exposed     this rank computed nothing because rows or gradients were not there
         loader      it waited for the loader to give a batch, or for the batch to be planned
@@ -140,7 +154,7 @@ class Meter:
 
 
 def summary(
-    name: Any, seconds: float, records: list[launch_record.LaunchRecord], gap: DeviceGap | None = None
+    name: Any, seconds: float, records: list[launch_record.LaunchRecord], on_device: DeviceStep | None = None
 ) -> dict[str, Any]:
     """One entry of `Meter.steps`."""
     waits: dict[str, float] = {}
@@ -151,13 +165,15 @@ def summary(
         sizes[r.label] = sizes.get(r.label, 0) + r.bytes
         flight[r.label] = flight.get(r.label, 0.0) + r.flight_seconds()
     host_bound = 0.0
-    if gap is not None:
-        gap.read()
-        idle = gap.device_seconds / gap.host_seconds if gap.host_seconds else 0.0
+    if on_device is not None:
+        # What the host waited for counts as far as the stream stood still meanwhile.
+        known = on_device.read()
+        seconds = on_device.seconds if known else seconds
+        idle = on_device.gap_seconds / on_device.host_seconds if on_device.host_seconds else 0.0
         for label in _BETWEEN_STEPS:
             if label in waits:
                 waits[label] *= min(idle, 1.0)
-        host_bound = max(gap.device_seconds - sum(waits.get(label, 0.0) for label in _BETWEEN_STEPS), 0.0)
+        host_bound = max(on_device.gap_seconds - sum(waits.get(label, 0.0) for label in _BETWEEN_STEPS), 0.0)
     loader, straggler = waits.get(LOADER, 0.0) + waits.get(PLANNER, 0.0), waits.get(MEETING, 0.0)
     exposed = sum(waits.values()) - loader - straggler
     return {
@@ -176,7 +192,7 @@ def summary(
 
 def is_known(step: FinishedStep) -> bool:
     """Whether a GPU has told all its times."""
-    return all(r.read_events() for r in step.records) and (step.gap is None or step.gap.read())
+    return all(r.read_events() for r in step.records) and (step.on_device is None or step.on_device.read())
 
 
 METER = Meter()

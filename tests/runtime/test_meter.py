@@ -16,8 +16,8 @@ from two_tables import Batches, Trainer
 
 
 @cache
-def _trainer() -> Trainer:
-    return Trainer("sgd")
+def _trainer(device: str = "cpu") -> Trainer:
+    return Trainer("sgd", device=device)
 
 
 def _steps():
@@ -54,7 +54,7 @@ def test_steps_waits_and_bytes(checked):
     assert waited >= 0.25  # for the straggler, wherever the two met
 
 
-def _slow_loader():
+def _slow_loader(device: str = "cpu"):
     """A loader that begins to work on a batch when the loop asks for the one before it."""
     import freescale
 
@@ -68,7 +68,7 @@ def _slow_loader():
                 yield batch
             assert asked.acquire(timeout=60)
 
-    trainer, seconds = _trainer(), []
+    trainer, seconds = _trainer(device), []
     freescale.meter.clear()
     assert freescale.meter.steps() == []
     loop = iter(freescale.LookaheadLoader(Slow(6, 0.3), trainer.compiled))
@@ -88,6 +88,17 @@ def test_waiting_for_the_loader_is_not_compute(checked):
         assert all(s["loader"] <= seconds for s, seconds in zip(steps, asked, strict=True))
         for s, seconds in list(zip(steps, asked, strict=True))[1:-1]:  # the first also begins the loop
             assert s["loader"] > 0.8 * seconds and s["waits"]["loader"] > 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_waiting_for_the_loader_on_a_gpu():
+    """The stream stands still while the host waits, since a step of this model is short."""
+    for steps, asked in run_ranks(_slow_loader, 2, "cuda"):
+        for s, seconds in list(zip(steps, asked, strict=True))[1:-1]:
+            assert abs(s["loader"] / seconds - 1) < 0.1, (s, seconds)
+            parts = sum(s[part] for part in ("compute", "exposed", "loader", "straggler", "host_bound"))
+            assert abs(parts - s["seconds"]) < 1e-9 and s["compute"] >= 0
 
 
 def test_a_loader_that_fails_leaves_no_step_behind(checked):

@@ -174,10 +174,10 @@ def _fitted():
     lengths: dict[int, torch.Tensor] = {}
     honest = meter.summary
 
-    def summary(name, seconds, records, gap=None):
+    def summary(name, seconds, records, on_device=None):
         length = lengths[name].double() + 1  # ids of the item and of the user
         compute = 2e-3 + float((1e-6 * length + 1e-8 * length**2).sum())
-        return {**honest(name, seconds, records, gap), "compute": compute, "seconds": 3e-3}
+        return {**honest(name, seconds, records, on_device), "compute": compute, "seconds": 3e-3}
 
     loader = freescale.LookaheadLoader(data, loop.run, balance=True)
     with mock.patch.object(meter, "summary", summary):
