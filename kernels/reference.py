@@ -107,6 +107,13 @@ def checked_rows(ids, firsts, sizes, table, group_name):
     return torch.cat([i.long() + first for i, first in zip(ids, firsts, strict=True)])
 
 
+def checked_weights(weights, ids, features, group_name):
+    group = distributed.group_by_name(group_name)
+    with launch_record.record_host_wait("planning in the step"):
+        row_requests.compare_weights(weights.shape[0], ids.shape[0], features, group)
+    return weights.clone()
+
+
 def expect_ids(token, ids, planned, step, table):
     """The plan is for these very ids."""
     require_planned(ids, planned, step, table, lambda a, b: (a == b).all())
@@ -137,6 +144,7 @@ for _fn in (
     update_,
     plan_now,
     checked_rows,
+    checked_weights,
     expect_ids,
 ):
     # untraced: where a user's graph breaks, Dynamo must not try to compile the inside of an op

@@ -40,6 +40,11 @@ def rows_and_dims(emb: Any) -> list[tuple[int, int]]:
     return [(spec[0], spec[1]) for spec in emb.embedding_specs]
 
 
+def pools(emb: Any) -> bool:
+    """Whether its lookups return a row per bag, not one per id."""
+    return not emb.is_nobag
+
+
 def table_of_each_feature(emb: Any) -> list[int]:
     return emb.feature_table_map
 
@@ -75,7 +80,7 @@ def probe() -> None:
         return
     assert SparseType.FP32.as_int() == FLOAT32
     missing = {
-        "embedding_specs", "feature_table_map", "optimizer", "optimizer_args", "output_dtype",
+        "embedding_specs", "feature_table_map", "optimizer", "optimizer_args", "output_dtype", "is_nobag",
         "_used_rowwise_adagrad_with_counter", "_used_rowwise_adagrad_with_global_weight_decay",
     } - names_used_by(Emb)  # fmt: skip
     assert not missing, missing

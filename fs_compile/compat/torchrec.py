@@ -11,7 +11,20 @@ from freescale.compat.fbgemm import names_used_by
 
 
 def is_sharded_collection(module: torch.nn.Module) -> bool:
-    return type(module).__name__ == "ShardedEmbeddingCollection"
+    """Of sequences or of bags."""
+    return type(module).__name__ == "ShardedEmbeddingCollection" or is_pooled_collection(module)
+
+
+def is_pooled_collection(module: Any) -> bool:
+    return type(module).__name__ == "ShardedEmbeddingBagCollection"
+
+
+def is_sharded_module(module: torch.nn.Module) -> bool:
+    try:
+        from torchrec.distributed.types import ShardedModule
+    except ImportError:
+        return False
+    return isinstance(module, ShardedModule)
 
 
 def qualified_name(module: Any) -> str:
@@ -29,7 +42,7 @@ def device_of(module: Any) -> torch.device:
 
 
 def embedding_configs(collection: Any) -> list[Any]:
-    return collection._embedding_configs
+    return pooled_configs(collection) or collection._embedding_configs
 
 
 def num_embeddings(collection: Any, table: str) -> int:
@@ -41,11 +54,33 @@ def embedding_dim(collection: Any) -> int:
 
 
 def returns_indices(collection: Any) -> bool:
-    return collection._need_indices
+    return not is_pooled_collection(collection) and collection._need_indices
+
+
+def pooled_output_names(collection: Any) -> list[str]:
+    """The keys of what a pooled collection returns, in order."""
+    return collection._embedding_names
+
+
+def pooled_output_widths(collection: Any) -> list[int]:
+    return collection._embedding_dims
+
+
+def sums_over_ranks(kind: str) -> bool:
+    """Whether TorchRec pools a table that is sharded so on several ranks, and adds up what they have."""
+    return kind in ("row_wise", "table_row_wise")
+
+
+def divides_sums(collection: Any) -> bool:
+    """Whether a pooled collection divides what it has added up over ranks, since some table's features are means."""
+    return collection._has_mean_pooling_callback
 
 
 def shardings(collection: Any) -> Iterator[tuple[str, Any, Any]]:
     """(sharding type, sharding, lookup module) of each kind of sharding that the collection's tables have."""
+    if is_pooled_collection(collection):
+        yield from zip(collection._sharding_types, collection._embedding_shardings, collection._lookups, strict=True)
+        return
     by_type = collection._sharding_type_to_sharding
     for (kind, sharding), lookup in zip(by_type.items(), collection._lookups, strict=True):
         yield kind, sharding, lookup
@@ -97,10 +132,12 @@ def probe() -> None:
     try:
         from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding, EmbeddingFusedOptimizer
         from torchrec.distributed.embedding import ShardedEmbeddingCollection
-        from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
+        from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
         from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+        from torchrec.distributed.sharding.grid_sharding import BaseGridEmbeddingSharding
         from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
         from torchrec.distributed.sharding.tw_sharding import BaseTwEmbeddingSharding
+        from torchrec.distributed.sharding.twrw_sharding import BaseTwRwEmbeddingSharding
         from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
     except ImportError:
         return
@@ -109,11 +146,19 @@ def probe() -> None:
         "_module_fqn", "_env", "_device", "_embedding_configs", "_table_name_to_config", "_embedding_dim",
         "_need_indices", "_sharding_type_to_sharding", "_lookups",
     )  # fmt: skip
-    for sharding in (BaseRwEmbeddingSharding, BaseTwEmbeddingSharding):
+    shardings = (
+        BaseRwEmbeddingSharding, BaseTwEmbeddingSharding, BaseTwRwEmbeddingSharding, BaseGridEmbeddingSharding
+    )  # fmt: skip
+    for sharding in shardings:
         _expect(sharding, "_grouped_embedding_configs_per_rank")
     _expect(GroupedEmbeddingsLookup, "_emb_modules", "grouped_configs")
     _expect(BatchedDenseEmbedding, "_config")
-    _expect(ShardedEmbeddingBagCollection, "_embedding_bag_configs")
+    _expect(
+        ShardedEmbeddingBagCollection,
+        "_module_fqn", "_env", "_device", "_embedding_bag_configs", "_table_name_to_config", "_sharding_types",
+        "_embedding_shardings", "_lookups", "_embedding_names", "_embedding_dims", "_has_mean_pooling_callback",
+    )  # fmt: skip
+    _expect(GroupedPooledEmbeddingsLookup, "_emb_modules", "grouped_configs")
     _expect(EmbeddingFusedOptimizer, "_emb_module")
     _expect(OptimizerWrapper, "_optimizer")
     assert hasattr(CombinedOptimizer, "optimizers")

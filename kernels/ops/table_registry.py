@@ -39,7 +39,7 @@ class ShardedTable(RegisteredTable, Protocol):
         """As `settings` returned them."""
 
     # A table may also have, for a GPU: sum_and_update(grad, rows, order, ends), which sums the duplicates as sum_rows
-    # does and takes the step at once.
+    # does and takes the step at once; and gather(rows), where its rows are not simply those of `weight`.
 
 
 _ops = torch.ops.freescale
@@ -65,7 +65,8 @@ def register(table: RegisteredTable, preferred_name: str) -> str:
 
 def gather_rows(name: str, rows: torch.Tensor) -> torch.Tensor:
     """Rows of a table, in a new tensor."""
-    return _ops.pack_rows.default(cast(ShardedTable, get_table(name)).weight, rows)
+    table = cast(ShardedTable, get_table(name))
+    return table.gather(rows) if hasattr(table, "gather") else _ops.pack_rows.default(table.weight, rows)
 
 
 @contextmanager

@@ -114,6 +114,18 @@ def compare_invalid_ids(invalid: tuple[int, int] | None, table: str, group: dist
     require_valid_ids(exchange_headers(0, own, 1, group.size(), group), [table])
 
 
+def compare_weights(weights: int, ids: int, features: str, group: dist.ProcessGroup) -> None:
+    """Another number of weights than of ids on any rank raises on every rank."""
+    world = group.size()
+    sent = torch.tensor([[weights, ids]] * world)
+    received = torch.empty_like(sent)
+    all_to_all_cpu(received, sent, [1] * world, [1] * world, group)
+    for rank, (n_weights, n_ids) in enumerate(received.tolist()):
+        if n_weights != n_ids:
+            said = f"{n_weights} weights for {n_ids} ids of the features of {features}"
+            raise ValueError(f"freescale: rank {rank}: {said}")
+
+
 def all_to_all_cpu(
     out: torch.Tensor, x: torch.Tensor, recv: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
 ) -> None:

@@ -224,12 +224,22 @@ class BatchPlanning:
 
     def _require_plannable(self, batch: Any) -> None:
         """Raise for a batch that the compiled model leaves to TorchRec's own code, whose lookups are not planned."""
-        in_torchrec = {f: isinstance(x.table, FbgemmTable) for x in self.exchanges for f in x.features}
-        for kjt in filter(batch_structure.is_kjt, batch_structure.id_holders(batch, list(in_torchrec))):
+        features = {f for x in self.exchanges for f in x.features}
+        tables = ((x.table, x.features) for x in self.exchanges)
+        sequences = {f for t, fs in tables if isinstance(t, FbgemmTable) and not t.pooled for f in fs}
+        for kjt in filter(batch_structure.is_kjt, batch_structure.id_holders(batch, list(features))):
+            names, weights = ", ".join(map(repr, kjt.keys())), kjt.weights_or_none()
+            n_weights, n_ids = (0 if t is None else t.shape[0] for t in (weights, kjt.values()))
+            if weights is not None and n_weights != n_ids:
+                raise ValueError(
+                    f"freescale: batch {self.number}: {n_weights} weights for {n_ids} ids of the features {names}"
+                )
             if kjt.variable_stride_per_key():
                 problem = _describe_strides(dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True)))
-            elif kjt.weights_or_none() is not None and any(in_torchrec.get(key) for key in kjt.keys()):
-                problem = f"the features {', '.join(map(repr, kjt.keys()))} are weighted. Leave the weights out"
+            elif weights is not None and any(key in sequences for key in kjt.keys()):
+                problem = f"the features {names} are weighted. Leave the weights out"
+            elif weights is not None and not weights.is_floating_point():
+                problem = f"the weights of the features {names} are {weights.dtype}. Make them floating-point numbers"
             else:
                 continue
             raise ValueError(

@@ -27,6 +27,7 @@ from freescale.runtime.lookahead.loop_state import LoopState
 from freescale.runtime.lookahead.model_tables import compiled_parts, exchanges_of
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planner import Planner
+from freescale.runtime.lookahead.pooled_bytes import PooledBytes
 from freescale.runtime.meter import METER, FinishedStep
 from freescale.runtime.recording import RecordedStats, Recorder, recorder
 from freescale.runtime.samples.batch_balancer import BalanceOptions, BatchBalancer, SampleInfo
@@ -89,6 +90,7 @@ class LookaheadLoader:
                 )
         self._coordinator = coordinator_of(self.exchanges, self._settings.link_gbps)
         self._stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
+        self._pooled_bytes = PooledBytes()
         if not isinstance(balance, (bool, BalanceOptions)):
             raise TypeError(f"freescale: balance must be True, False or BalanceOptions, found {type(balance).__name__}")
         self._balance = BalanceOptions() if balance is True else balance or None
@@ -126,6 +128,7 @@ class LookaheadLoader:
         bytes_urgent, bytes_early         rows that the forward pass waits for, rows that came during the step before
         bytes_back_urgent, bytes_late     gradients sent at the end of the step, gradients sent during the next one
         bytes_urgent_per_value    what would be urgent if values were split without bringing duplicates together
+        bytes_if_pooled           of pooled features: what the forward pass would bring if their owners pooled
         """
         return [dict(s) for s in self._stats]
 
@@ -229,7 +232,8 @@ class LookaheadLoader:
         if balancer is not None:
             self._moved = balancer.take(planned.number, finished if trained else None)
         for exchange, plan in zip(self.exchanges, planned.plans, strict=True):
-            self._stats.append({"step": planned.number, "exchange": exchange.name, **plan.stats})
+            pooled = self._pooled_bytes.count(exchange, plan, planned.batch)
+            self._stats.append({"step": planned.number, "exchange": exchange.name, **plan.stats, **pooled})
             if self._recorder is not None:
                 self._recorder.add("plan", self._stats[-1])
         return planned.batch

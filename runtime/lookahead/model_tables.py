@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from freescale.compat import compiled_modules, torchrec
-from freescale.runtime.tables import torchrec_collection, torchrec_support
+from freescale.runtime.tables import torchrec_pooling, torchrec_support
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 from freescale.runtime.tables.table_exchange import Exchange
 
@@ -24,19 +24,26 @@ _COMPILE = 'model.compile(backend="freescale"), or torch.compile(model, backend=
 
 def table_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules whose tables an exchange serves, in the model's order, the same on every rank."""
-    return [m for m in model.modules() if _own_exchanges(m)]
+    return [m for m in _modules(model) if _own_exchanges(m)]
 
 
 def exchanges_of(model: torch.nn.Module) -> list[Exchange]:
     """The exchanges of a model, in the order of its modules, the same on every rank."""
-    return list(dict.fromkeys(x for m in model.modules() for x in _own_exchanges(m)))
+    return list(dict.fromkeys(x for m in _modules(model) for x in _own_exchanges(m)))
+
+
+def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Of the model, without those inside TorchRec's sharded modules, which do not call their forward."""
+    sharded = [m for m in model.modules() if torchrec.is_sharded_module(m)]
+    inside = {m for outer in sharded for m in outer.modules() if m is not outer}
+    return [m for m in model.modules() if m not in inside]
 
 
 def _own_exchanges(module: torch.nn.Module) -> list[Exchange]:
     if isinstance(module, ShardedEmbedding):
         return [module._exchange]
     if torchrec.is_sharded_collection(module) and torchrec_support.unsupported_reason(module) is None:
-        return torchrec_collection.tables_of(module).exchanges
+        return torchrec_pooling.tables_of(module).exchanges
     return []
 
 
@@ -79,7 +86,7 @@ def _outermost_compiled(module: torch.nn.Module, visited: set[torch.nn.Module]) 
 
 def _why_no_tables(model: torch.nn.Module) -> str:
     reasons = []
-    for module in filter(torchrec.is_sharded_collection, model.modules()):
+    for module in filter(torchrec.is_sharded_collection, _modules(model)):
         if (reason := torchrec_support.unsupported_reason(module)) is not None:
             reasons.append(f"{torchrec.qualified_name(module) or 'a collection'}: {reason}")
     if not reasons:

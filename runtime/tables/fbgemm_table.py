@@ -21,6 +21,8 @@ OPTIMIZERS = {"exact_sgd": "sgd", "exact_adagrad": "adagrad", "exact_row_wise_ad
 class FbgemmTable:
     """The rows that this rank owns in one FBGEMM module (its tables one after the other), or none of them."""
 
+    pooled = False  # are its features?
+
     def __init__(
         self, emb: Any, descriptions: list[str], dim: int, dtype: torch.dtype, device: torch.device, world_size: int
     ) -> None:
@@ -106,6 +108,7 @@ def unsupported_reason(emb: Any) -> str | None:
     if emb.output_dtype != fbgemm.FLOAT32:
         return "their output is not float32 (output_dtype)"
     specs = fbgemm.rows_and_dims(emb)
-    if len({dim for _, dim in specs}) != 1 or weight.numel() != sum(rows * dim for rows, dim in specs):
+    one_width = len({dim for _, dim in specs}) == 1 or fbgemm.pools(emb)
+    if not one_width or weight.numel() != sum(rows * dim for rows, dim in specs):
         return "FBGEMM does not store their rows one after the other"
     return None

@@ -69,6 +69,20 @@ class Exchange:
         """The rows of each entry's ids, in the order of `entries`. Gradients are divided by `divide_by`.
 
         `sizes`: how many ids each entry has; with them, where a plan is there, the ids may come in one piece."""
+        embedded = self._look_up(ids, divide_by, None, None)
+        return torch.split(embedded, [i.shape[0] for i in ids] if sizes is None else sizes)
+
+    def lookup_pooled(
+        self, ids: list[torch.Tensor], divide_by: int, bag_ends: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[bags, dim]: sums of the rows of consecutive ids, each times its weight. A bag ends before id `bag_ends[i]`.
+
+        Duplicates travel once, and are added up here, in their order."""
+        return self._look_up(ids, divide_by, bag_ends, weights)
+
+    def _look_up(
+        self, ids: list[torch.Tensor], divide_by: int, bag_ends: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> torch.Tensor:
         if self.outside_step and torch.compiler.is_compiling():
             _call_before_lookup(self)  # outside torch.compile, a hook of the table's module has done so
         if self.freescale_plan is None:
@@ -76,12 +90,15 @@ class Exchange:
                 ids, self.row_offsets, self.table_sizes, self.bounds, self.shifts, self.starts,
                 self.name, self.group_name
             )  # fmt: skip
-            embedded = UnplannedRows.apply(self.anchor, *plan, divide_by, self.name, self.group_name)
-        else:
-            embedded = self._lookup_planned(self.freescale_plan, ids, divide_by)
-        return torch.split(embedded, [i.shape[0] for i in ids] if sizes is None else sizes)
+            return UnplannedRows.apply(
+                self.anchor, *plan, bag_ends, weights, divide_by, self.name, self.group_name
+            )
+        return self._look_up_planned(self.freescale_plan, ids, divide_by, bag_ends, weights)
 
-    def _lookup_planned(self, p: StepPlan, ids: list[torch.Tensor], divide_by: int) -> torch.Tensor:
+    def _look_up_planned(
+        self, p: StepPlan, ids: list[torch.Tensor], divide_by: int, bag_ends: torch.Tensor | None,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         if p.used:
             _refuse_second_lookup(self.name)
         p.used = True
@@ -89,7 +106,7 @@ class Exchange:
         token = _ops.expect_ids(self.anchor.detach(), ids, p.ids, p.step, self.name)
         embedded = PlannedRows.apply(
             self.anchor, p.late_slot, token, _wait(p.arrived), p.inverse, p.order, p.ends, *p.urgent,
-            *p.urgent_gradients, p.late_index, divide_by, self.name, self.group_name
+            *p.urgent_gradients, p.late_index, bag_ends, weights, divide_by, self.name, self.group_name
         )  # fmt: skip
         # Gradients of the step before that this batch does not need; then rows for the next batch. No row of either is
         # among those above, so their place among the compute is free.
@@ -129,22 +146,26 @@ class UnplannedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor, inverse, order, ends, recv_counts, rows, send_counts, *rest):  # type: ignore[override]
-        own_rows, own_order, own_ends, ctx.divide_by, ctx.table, ctx.group_name = rest
+        own_rows, own_order, own_ends, bag_ends, weights, ctx.divide_by, ctx.table, ctx.group_name = rest
         token = anchor.detach()
-        ctx.save_for_backward(token, order, ends, recv_counts, send_counts, own_rows, own_order, own_ends)
+        ctx.save_for_backward(
+            token, order, ends, recv_counts, send_counts, own_rows, own_order, own_ends, bag_ends, weights
+        )
         unique = _ops.exchange_forward(
             token, rows, send_counts, recv_counts, ends.shape[0], URGENT, ctx.table, ctx.group_name
         )
-        return unique.index_select(0, inverse)
+        return _positions_or_bags(unique, inverse, bag_ends, weights)
 
     @staticmethod
     def backward(ctx: Any, grad):  # type: ignore[override]
-        token, order, ends, recv_counts, send_counts, own_rows, own_order, own_ends = ctx.saved_tensors
+        token, order, ends, recv_counts, send_counts, *own, bag_ends, weights = ctx.saved_tensors
+        own_rows, own_order, own_ends = own
+        unique = _unique_gradients(grad, order, ends, bag_ends, weights, ctx.divide_by)
         done = _ops.exchange_backward(
-            token, _unique_gradients(grad, order, ends, ctx.divide_by), own_rows, own_order, own_ends,
+            token, unique, own_rows, own_order, own_ends,
             recv_counts, send_counts, own_order.shape[0], URGENT, ctx.table, ctx.group_name
         )  # fmt: skip
-        return done, *(None,) * 12
+        return done, *(None,) * 14
 
 
 class PlannedRows(torch.autograd.Function):
@@ -154,30 +175,55 @@ class PlannedRows(torch.autograd.Function):
     def forward(ctx: Any, anchor, late_slot, token, early, inverse, order, ends, *rest):  # type: ignore[override]
         urgent_rows, urgent_send, urgent_recv = rest[:3]
         back_index, own_rows, own_order, own_ends, back_send, back_recv, late_index = rest[3:10]
-        ctx.divide_by, ctx.table, ctx.group_name = rest[10:]
+        bag_ends, weights, ctx.divide_by, ctx.table, ctx.group_name = rest[10:]
         ctx.save_for_backward(
-            token, order, ends, back_index, own_rows, own_order, own_ends, back_send, back_recv, late_index
-        )
+            token, order, ends, back_index, own_rows, own_order, own_ends, back_send, back_recv, late_index,
+            bag_ends, weights
+        )  # fmt: skip
         n_urgent = ends.shape[0] - early.shape[0]
         torch._check(n_urgent >= 0)
         urgent = _ops.exchange_forward(
             token, urgent_rows, urgent_send, urgent_recv, n_urgent, URGENT, ctx.table, ctx.group_name
         )
-        return torch.cat([early, urgent]).index_select(0, inverse)
+        return _positions_or_bags(torch.cat([early, urgent]), inverse, bag_ends, weights)
 
     @staticmethod
     def backward(ctx: Any, grad):  # type: ignore[override]
-        token, order, ends, back_index, own_rows, own_order, own_ends, send, recv, late_index = ctx.saved_tensors
-        unique = _unique_gradients(grad, order, ends, ctx.divide_by)
+        token, order, ends, back_index, *own, send, recv, late_index, bag_ends, weights = ctx.saved_tensors
+        own_rows, own_order, own_ends = own
+        unique = _unique_gradients(grad, order, ends, bag_ends, weights, ctx.divide_by)
         done = _ops.exchange_backward(
             token, unique.index_select(0, back_index), own_rows, own_order, own_ends,
             send, recv, own_order.shape[0], URGENT, ctx.table, ctx.group_name
         )  # fmt: skip
-        return done, unique.index_select(0, late_index), *(None,) * 18
+        return done, unique.index_select(0, late_index), *(None,) * 20
 
 
-def _unique_gradients(grad: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, divide_by: int) -> torch.Tensor:
-    unique = _ops.sum_rows(grad.contiguous(), order, ends)
+def _positions_or_bags(
+    unique: torch.Tensor, inverse: torch.Tensor, bag_ends: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Unique rows at the positions of their ids; or summed by bag, without a copy for each position in between."""
+    if bag_ends is None:
+        return unique.index_select(0, inverse)
+    if weights is None:
+        return _ops.sum_rows(unique, inverse, bag_ends)
+    weighted = unique.index_select(0, inverse) * weights[:, None]
+    return _ops.sum_rows(weighted, torch.arange(inverse.shape[0], device=inverse.device), bag_ends)
+
+
+def _unique_gradients(
+    grad: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, bag_ends: torch.Tensor | None,
+    weights: torch.Tensor | None, divide_by: int,
+) -> torch.Tensor:  # fmt: skip
+    """Of _positions_or_bags. `order`: the positions of each unique row."""
+    grad = grad.contiguous()
+    if bag_ends is not None and weights is None:
+        order = torch.searchsorted(bag_ends, order, right=True)  # the bags of these positions
+    elif bag_ends is not None:
+        assert weights is not None
+        positions = torch.arange(order.shape[0], device=order.device)
+        grad = grad.index_select(0, torch.searchsorted(bag_ends, positions, right=True)) * weights[:, None]
+    unique = _ops.sum_rows(grad, order, ends)
     return unique / divide_by if divide_by != 1 else unique
 
 

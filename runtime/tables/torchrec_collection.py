@@ -1,8 +1,8 @@
 """TorchRec's `ShardedEmbeddingCollection` behind our exchange: our forward, FBGEMM's storage and optimizer.
 
-The row-wise and table-wise tables of a collection become one Exchange per FBGEMM module, its data-parallel tables a
-plain lookup. Storage, optimizer state, learning rate and checkpoints stay TorchRec's. Which collections are served is
-in torchrec_support.py, how their forward gets here in torchrec_patch.py.
+The sharded tables of a collection become one Exchange per FBGEMM module (torchrec_layout.py), its data-parallel tables
+a plain lookup. Storage, optimizer state, learning rate and checkpoints stay TorchRec's. Which collections are served is
+in torchrec_support.py, how their forward gets here in torchrec_patch.py, collections that pool in torchrec_pooling.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 from freescale.compat import dynamo, torchrec
 from freescale.kernels.ops import table_registry
-from freescale.kernels.planning import exchange_plan
 from freescale.kernels.transports import open_transports
+from freescale.runtime.tables import torchrec_layout
+from freescale.runtime.tables.fbgemm_bags import FbgemmBags
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
 from freescale.runtime.tables.table_exchange import Exchange, ReplicatedRows
+from freescale.runtime.tables.torchrec_layout import ExchangeLayout
 
 
 class CollectionTables:
@@ -26,41 +28,32 @@ class CollectionTables:
     def __init__(self, collection: Any) -> None:
         self.exchanges: list[Exchange] = []
         self.output_names: list[list[str]] = []  # of each exchange's entries
+        self.joined: dict[str, list[str]] = {}  # outputs whose columns come apart: what to join, in order
         self.replicated: list[ReplicatedTables] = []
         env = torchrec.sharding_env(collection)
-        self.world_size = env.world_size
+        self.world_size, entries = env.world_size, []
         for kind, sharding, lookup in torchrec.shardings(collection):
             if kind == "data_parallel":
                 for group, flat_weight in torchrec.replicated_groups(lookup):
                     self.replicated.append(ReplicatedTables(collection, group, flat_weight, env.process_group))
             else:
-                self._add_exchanges(collection, kind, sharding, lookup)
+                for layout in torchrec_layout.exchange_layouts(collection, sharding):
+                    self._add_exchange(collection, kind, layout, lookup)
+                    entries += layout.entries
+        self.joined = torchrec_layout.outputs_to_join(entries)
 
-    def _add_exchanges(self, collection: Any, kind: str, sharding: Any, lookup: Any) -> None:
-        env = torchrec.sharding_env(collection)
-        per_rank = torchrec.table_groups_per_rank(sharding)
-        order = {c.name: i for i, c in enumerate(torchrec.embedding_configs(collection))}
-        for data_type, nth in _types_and_counts(per_rank):
-            # The nth group of this data type on each rank: updates are local, so optimizers may differ.
-            groups = [_nth_of_type(on_rank, data_type, nth) for on_rank in per_rank]
-            configs = {t.name: t for g in groups if g is not None for t in g.embedding_tables}
-            names = sorted(configs, key=order.__getitem__)
-            index = {name: i for i, name in enumerate(names)}
-            table_rows = [torchrec.num_embeddings(collection, name) for name in names]
-            shards = [s for rank, g in enumerate(groups) if g is not None for s in _shards(g, rank, index)]
-            entries, outputs, descriptions = [], [], []
-            for name in names:
-                for feature, output in _features_and_outputs(configs[name]):
-                    entries.append((feature, index[name]))
-                    outputs.append(output)
-                    descriptions.append(_describe(configs[name], feature))
-            own_group = groups[env.rank]
-            emb = None if own_group is None else torchrec.fbgemm_module_of(lookup, own_group)
-            dim, device = torchrec.embedding_dim(collection), torchrec.device_of(collection)
-            table = FbgemmTable(emb, descriptions, dim, _torch_dtype(data_type), device, env.world_size)
-            label = f"{torchrec.qualified_name(collection) or 'embeddings'}.{kind}"
-            self.exchanges.append(Exchange(label, table, shards, table_rows, entries, env.process_group))
-            self.output_names.append(outputs)
+    def _add_exchange(self, collection: Any, kind: str, layout: ExchangeLayout, lookup: Any) -> None:
+        env, own = torchrec.sharding_env(collection), layout.parts[torchrec.sharding_env(collection).rank]
+        emb = None if own is None else torchrec.fbgemm_module_of(lookup, own.group)
+        descriptions = [torchrec_layout.describe(e.config, e.feature) for e in layout.entries]
+        dtype, device = _torch_dtype(layout.data_type), torchrec.device_of(collection)
+        arguments = (emb, descriptions, layout.dim, dtype, device, env.world_size)
+        pooled = torchrec.is_pooled_collection(collection)
+        table = FbgemmBags(*arguments, own.tables if own else []) if pooled else FbgemmTable(*arguments)
+        label = f"{torchrec.qualified_name(collection) or 'embeddings'}.{kind}"
+        entries = layout.features_and_tables()
+        self.exchanges.append(Exchange(label, table, layout.shards, layout.table_rows, entries, env.process_group))
+        self.output_names.append([e.output for e in layout.entries])
 
 
 class ReplicatedTables:
@@ -75,13 +68,13 @@ class ReplicatedTables:
         self.table_sizes: list[int] = []
         offset = 0
         for table in group.embedding_tables:
-            for feature, output in _features_and_outputs(table):
+            for feature, output in torchrec_layout.features_and_outputs(table):
                 self.features.append(feature)
                 self.output_names.append(output)
                 self.row_offsets.append(offset)
                 self.table_sizes.append(table.local_rows)
             offset += table.local_rows
-        self._descriptions = [_describe(t, f) for t in group.embedding_tables for f in t.feature_names]
+        self._descriptions = [torchrec_layout.describe(t, f) for t in group.embedding_tables for f in t.feature_names]
         self.name = table_registry.register(
             self, f"{torchrec.qualified_name(collection) or 'embeddings'}.data_parallel"
         )
@@ -90,52 +83,17 @@ class ReplicatedTables:
         return self._descriptions[feature]
 
 
-def _features_and_outputs(table: Any) -> list[tuple[str, str]]:
-    return list(zip(table.feature_names, table.embedding_names, strict=True))
-
-
-def _describe(table: Any, feature: str) -> str:
-    return f"table {table.name!r} (feature {feature!r}), which has {table.num_embeddings} rows"
-
-
-def _types_and_counts(per_rank: list[list[Any]]) -> list[tuple[Any, int]]:
-    """Every (data type, n) for which some rank has an nth group of that type, in a fixed order."""
-    seen: list[tuple[Any, int]] = []
-    for groups in per_rank:
-        counts: dict[Any, int] = {}
-        for group in groups:
-            n = counts.get(group.data_type, 0)
-            counts[group.data_type] = n + 1
-            if (group.data_type, n) not in seen:
-                seen.append((group.data_type, n))
-    return seen
-
-
-def _nth_of_type(groups: list[Any], data_type: Any, nth: int) -> Any:
-    same = [g for g in groups if g.data_type == data_type]
-    return same[nth] if nth < len(same) else None
-
-
-def _shards(group: Any, rank: int, index: dict[str, int]) -> list[exchange_plan.Shard]:
-    shards, base = [], 0
-    for t in group.embedding_tables:
-        first = t.local_metadata.shard_offsets[0] if t.local_metadata is not None else 0
-        shards.append(exchange_plan.Shard(index[t.name], first, t.local_rows, rank, base))
-        base += t.local_rows
-    return shards
-
-
 def _torch_dtype(data_type: Any) -> torch.dtype:
     from torchrec.modules.embedding_configs import data_type_to_dtype
 
     return data_type_to_dtype(data_type)
 
 
-def tables_of(collection: Any) -> CollectionTables:
+def tables_of(collection: Any, make: type[CollectionTables] = CollectionTables) -> CollectionTables:
     """The tables of a supported collection; made on first use."""
     if "_freescale" not in collection.__dict__:
         with dynamo.outside_inference_mode():  # the first use may be an evaluation
-            collection.__dict__["_freescale"] = CollectionTables(collection)
+            collection.__dict__["_freescale"] = make(collection)
         collection.register_state_dict_pre_hook(open_transports.drain)
     return collection.__dict__["_freescale"]
 
@@ -157,7 +115,7 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
     if samples == 1:  # one sample makes a graph of its own (dynamo_settings.specialize_sizes_of_one)
         samples = 1
     lengths = lengths.view(len(keys), samples)
-    counts = _value_counts(tables, keys, values, lengths)
+    counts = value_counts(tables, keys, values, lengths)
     lengths_of = {key: lengths[i] for i, key in enumerate(keys)}
     outputs: dict[str, Any] = {}
     divide_by = tables.world_size if divide else 1
@@ -166,12 +124,15 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
         if exchange.freescale_plan is not None and exchange.features == keys:
             ids = [values]  # as planned, in one piece: a graph of many features need not cut it up
         else:
-            ids = _values_of(exchange.features, keys, values, counts)
+            ids = values_of(exchange.features, keys, values, counts)
         embeddings = exchange.lookup(ids, divide_by, sizes)
         for name, feature, embedded in zip(names, exchange.features, embeddings, strict=True):
             outputs[name] = JaggedTensor(values=embedded, lengths=lengths_of[feature])
+    for name, parts in tables.joined.items():
+        columns = [outputs.pop(part) for part in parts]
+        outputs[name] = JaggedTensor(torch.cat([c.values() for c in columns], 1), lengths=columns[0].lengths())
     for replicated in tables.replicated:
-        ids = _values_of(replicated.features, keys, values, counts)
+        ids = values_of(replicated.features, keys, values, counts)
         rows = torch.ops.freescale.checked_rows(
             ids, replicated.row_offsets, replicated.table_sizes, replicated.name, replicated.group_name
         )
@@ -187,7 +148,7 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
 _LENGTHS_MISS_VALUES = "the lengths of a KeyedJaggedTensor miss its values"
 
 
-def _value_counts(
+def value_counts(
     tables: CollectionTables, keys: list[str], values: torch.Tensor, lengths: torch.Tensor
 ) -> dict[str, int]:
     """How many values each key has: as the step's plan says, which is on the host, or else as the lengths say."""
@@ -204,7 +165,7 @@ def _value_counts(
     return dict(zip(keys, counts, strict=True))
 
 
-def _values_of(
+def values_of(
     features: list[str], keys: list[str], values: torch.Tensor, counts: dict[str, int]
 ) -> list[torch.Tensor]:
     """Of each feature. Also for a batch without samples, which KJT.to_dict refuses."""

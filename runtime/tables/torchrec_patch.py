@@ -1,8 +1,9 @@
 """What freescale changes in TorchRec's classes, once per process, when the backend's name is first used.
 
-ShardedEmbeddingCollection gets a forward that Dynamo can trace. While a graph is traced, each collection is looked at
-once: one that is not supported keeps TorchRec's own forward, outside the graph. Outside torch.compile nothing changes.
-Reading or loading the state of TorchRec's optimizers first calls whoever watches them.
+ShardedEmbeddingCollection and ShardedEmbeddingBagCollection get a forward that Dynamo can trace. While a graph is
+traced, each collection is looked at once: one that is not supported keeps TorchRec's own forward, outside the graph.
+Outside torch.compile nothing changes. Reading or loading the state of TorchRec's optimizers first calls whoever watches
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from freescale.compat import dynamo, torchrec
-from freescale.runtime.tables import torchrec_collection, torchrec_support
+from freescale.runtime import batch_structure
+from freescale.runtime.tables import torchrec_collection, torchrec_pooling, torchrec_support
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
 
 _original_forward: Any = None
@@ -27,6 +29,7 @@ def patch_torchrec() -> bool:
     global _original_forward
     try:
         from torchrec.distributed.embedding import ShardedEmbeddingCollection
+        from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
         from torchrec.distributed.types import ShardedModule
         from torchrec.optim.keyed import KeyedOptimizer
     except ImportError:
@@ -37,9 +40,11 @@ def patch_torchrec() -> bool:
         _original_forward = ShardedModule.forward
         ShardedModule.forward = _forward_of_other_modules
         ShardedEmbeddingCollection.forward = _forward
+        ShardedEmbeddingBagCollection.forward = _forward_pooled
         for cls, fn in (
             (ShardedModule, _freescale_leave_to_torchrec),
             (ShardedEmbeddingCollection, _freescale_prepare_tables),
+            (ShardedEmbeddingBagCollection, _freescale_prepare_pooled_tables),
         ):
             setattr(cls, fn.__name__, dynamo.assume_constant_result(fn))  # Dynamo looks it up by this very name
     return True
@@ -74,8 +79,38 @@ def _freescale_prepare_tables(self: Any, weighted: bool, variable_stride: bool) 
     return True
 
 
+def _forward_pooled(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a ShardedEmbeddingBagCollection."""
+    if not torch.compiler.is_compiling():
+        _must_not_be_planned(self)
+        return _original_forward(self, *args, **kwargs)
+    features = args[0] if args else kwargs["features"]
+    is_kjt = batch_structure.is_kjt(features)
+    weights = features.weights_or_none() if is_kjt else None
+    odd_weights = weights is not None and not weights.is_floating_point()
+    if not self._freescale_prepare_pooled_tables(is_kjt, odd_weights, is_kjt and features.variable_stride_per_key()):
+        return _torchrec_forward(self, features)
+    return torchrec_pooling.look_up_pooled(self._freescale, features, _gradient_division())
+
+
+def _freescale_prepare_pooled_tables(self: Any, is_kjt: bool, odd_weights: bool, variable_stride: bool) -> bool:
+    """Runs while Dynamo traces, its result a constant of the graph: does freescale serve this collection?"""
+    reason, table = torchrec_support.unsupported_reason(self), torchrec.embedding_configs(self)[0].name
+    if odd_weights:
+        reason = f"weights of features of table {table!r} are not floating-point numbers"
+    if variable_stride:
+        reason = f"the batch size varies per feature of table {table!r}"
+    if not is_kjt:
+        reason = f"features of table {table!r} do not come as a KeyedJaggedTensor"
+    if reason is not None:
+        torchrec_support.report_unsupported(self, reason)
+        return False
+    torchrec_pooling.tables_of(self)
+    return True
+
+
 def _forward_of_other_modules(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sharded modules that hold no EmbeddingCollection, in a model that is traced: Dynamo does not look inside."""
+    """Sharded modules of other kinds, in a model that is traced: Dynamo does not look inside."""
     if not torch.compiler.is_compiling():
         return _original_forward(self, *args, **kwargs)
     self._freescale_leave_to_torchrec()

@@ -14,7 +14,8 @@ from freescale.runtime.tables import fbgemm_table
 
 log = logging.getLogger(__name__)
 
-_SHARDINGS = ("row_wise", "table_wise", "data_parallel")
+_SHARDINGS = ("row_wise", "table_wise", "column_wise", "data_parallel")
+_POOLED_SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 _warnings: list[str] = []  # of this process, each given once
 _strict_errors: list[str] = []  # those met while a model with `strict` was traced
 
@@ -43,9 +44,10 @@ def report_unsupported(module: Any, reason: str) -> None:
 def unsupported_reason(collection: Any) -> str | None:
     """The first reason to leave an embedding collection to TorchRec, naming the table; None if it is supported."""
     configs = torchrec.embedding_configs(collection)
+    pooled = torchrec.is_pooled_collection(collection)
     for name, sharding in collection.module_sharding_plan.items():
         kernel = "dense" if sharding.sharding_type == "data_parallel" else "fused"
-        if sharding.sharding_type not in _SHARDINGS:
+        if sharding.sharding_type not in (_POOLED_SHARDINGS if pooled else _SHARDINGS):
             return f"table {name!r} is sharded {sharding.sharding_type}"
         if sharding.compute_kernel != kernel:
             return f"table {name!r} uses compute kernel {sharding.compute_kernel}"
@@ -60,8 +62,10 @@ def unsupported_reason(collection: Any) -> str | None:
         return f"tables {names} use quantized communication"
     if torchrec.returns_indices(collection):
         return f"tables {names} return their indices (need_indices)"
+    if pooled and (reason := _unsupported_means(collection)) is not None:
+        return reason
     for kind, sharding, lookup in torchrec.shardings(collection):
-        reason = _unsupported_features(sharding)
+        reason = _unsupported_features(sharding, pooled)
         if reason is None and kind != "data_parallel":
             reason = _unsupported_storage(lookup, names)
         if reason is not None:
@@ -69,10 +73,28 @@ def unsupported_reason(collection: Any) -> str | None:
     return None
 
 
-def _unsupported_features(sharding: Any) -> str | None:
+def _unsupported_means(collection: Any) -> str | None:
+    """TorchRec's own numbers there are not means, and not to be had from rows in another way either."""
+    kinds = {name: sharding.sharding_type for name, sharding in collection.module_sharding_plan.items()}
+    for config in torchrec.embedding_configs(collection):
+        if config.pooling.value != "MEAN":
+            continue
+        if kinds[config.name] == "grid_shard":
+            return f"table {config.name!r} is grid_shard and mean-pooled: TorchRec adds up means of parts of a bag"
+        others = (name for name, kind in kinds.items() if not torchrec.sums_over_ranks(kind))
+        if torchrec.sums_over_ranks(kinds[config.name]) and (other := next(others, None)) is not None:
+            return (
+                f"table {config.name!r} is {kinds[config.name]} and mean-pooled, so TorchRec also divides what table "
+                f"{other!r} gives, which is {kinds[other]}, by lengths: put them into different collections"
+            )
+    return None
+
+
+def _unsupported_features(sharding: Any, pooled: bool) -> str | None:
     for group in (g for groups in torchrec.table_groups_per_rank(sharding) for g in groups):
-        if group.is_weighted or group.has_feature_processor:
-            what = "weighted" if group.is_weighted else "feature-processed"
+        weighted = group.is_weighted and not pooled
+        if weighted or group.has_feature_processor:
+            what = "weighted" if weighted else "feature-processed"
             return f"table {group.embedding_tables[0].name!r} has {what} features"
     return None
 

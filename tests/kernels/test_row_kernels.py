@@ -85,6 +85,16 @@ def sums_segments_bit_for_bit(device: str) -> None:
             same_bits(row_kernels_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
 
 
+def sums_bags_that_share_rows_bit_for_bit(device: str) -> None:
+    """As pooling does: far fewer rows than entries, and empty bags."""
+    from freescale.kernels import row_kernels_triton
+
+    for dtype in TYPES:
+        x, ends = torch.randn(7, 12).to(device, dtype), torch.tensor(SKEWED).cumsum(0).to(device)
+        order = torch.randint(0, 7, (sum(SKEWED),), device=device)
+        same_bits(row_kernels_triton.sum_segments(x, order, ends), reference.sum_rows(x, order, ends))
+
+
 @contextlib.contextmanager
 def runs_of(length: int):
     """Shorter runs than the kernels have: several of them in a segment that Triton's interpreter adds in a second."""
@@ -252,6 +262,7 @@ CASES = [
     compares_ids,
     gathers_rows,
     sums_segments_bit_for_bit,
+    sums_bags_that_share_rows_bit_for_bit,
     sums_segments_of_several_runs_bit_for_bit,
     keeps_minus_zero_infinity_and_nan,
     steps_of_sgd_bit_for_bit,

@@ -43,8 +43,7 @@ SHORT = (
     ("save and start again", ()),
 )
 SHORTEST = tuple(event for event in SHORT if 0 not in event[1])
-# Pooled tables stay TorchRec's own, which wants as many samples on every rank; nn.MultiheadAttention wants at least one.
-EQUAL_COUNTS = {"DLRM", "BERT4Rec"}
+EQUAL_COUNTS = {"BERT4Rec"}  # nn.MultiheadAttention wants at least one sample
 
 
 class Owner:

@@ -16,6 +16,7 @@ ONE_WORKER = {
     "test_meter.py": "meter",
     "test_netlab.py": "network",
     "test_packaging.py": "packaging",
+    "test_pooled.py": "pooled",
     "test_torchrec_collection.py": "torchrec collection",
     "test_two_hosts.py": "network",
 }
@@ -26,6 +27,7 @@ LONG = (
     "test_attach.py",
     "test_lookahead.py",
     "test_torchrec_collection.py",
+    "test_pooled.py",
     "test_lookahead_random.py",
     "test_batch_balancer.py",
     "test_split_by_consumer.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -88,7 +89,13 @@ def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = F
         "ema": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
     }
     fused_params = {"optimizer": types[optimizer], "learning_rate": 0.1, "eps": 1e-8, **fused}
-    sharders = [EmbeddingCollectionSharder(fused_params), EmbeddingBagCollectionSharder(fused_params)]
+    class AnySharding(EmbeddingBagCollectionSharder):
+        """TorchRec plans the row-wise kinds for GPUs alone; they work on a CPU too."""
+
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return super().sharding_types("cuda")
+
+    sharders = [EmbeddingCollectionSharder(fused_params), AnySharding(fused_params)]
     constraints = {
         name: ParameterConstraints(
             sharding_types=[kind],
@@ -97,9 +104,10 @@ def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = F
         )
         for name, kind in kinds.items()
     }
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"), constraints=constraints
-    )
+    world = dist.get_world_size()
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    topology = Topology(world_size=world, local_world_size=per_host, compute_device="cpu")
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     return DistributedModelParallel(
         model,

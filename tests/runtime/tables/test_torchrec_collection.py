@@ -68,13 +68,13 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("layout", ("row_wise", "table_wise", "mixed"))
+@pytest.mark.parametrize("layout", ("row_wise", "table_wise", "mixed", "column_wise"))
 def test_equals_eager_torchrec(layout, optimizer, checked):
     assert max(checked.of(f"{layout}, {optimizer}")) <= 1e-6
 
 
 @slow
-@pytest.mark.parametrize("layout", ("row_wise", "table_wise", "mixed"))
+@pytest.mark.parametrize("layout", ("row_wise", "table_wise", "mixed", "column_wise"))
 def test_equals_eager_torchrec_on_four_ranks(layout):
     for found in run_ranks(_every_optimizer, 4, layout):
         assert max(found.values()) <= 1e-6, found
@@ -190,13 +190,6 @@ def _fall_back(layout: str, strict: bool | None, optimizer: str = "sgd", fused: 
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), said
 
 
-def test_column_wise_is_left_to_torchrec_with_one_warning(checked):
-    for difference, said in checked.of("column-wise"):
-        warnings = [s for s in said if "TorchRec's own path" in s]
-        assert len(warnings) == 1 and "'user'" in warnings[0] and "column_wise" in warnings[0]
-        assert difference <= 1e-6
-
-
 # name: why, optimizer, for FBGEMM
 LEFT = {
     "ema": ("their optimizer is ema_in_place_row_wise_adagrad", "ema", {}),
@@ -227,11 +220,11 @@ def test_half_precision_output_is_left_to_torchrec():
         assert reasons and all("output_dtype" in str(r) for r in reasons), reasons
 
 
-def test_column_wise_is_an_error_under_strict():
-    for error in run_ranks(_fall_back, 2, "column_wise", True, expect_errors=True):
-        assert "column_wise" in error and "'user'" in error
-    for error in run_ranks(_fall_back, 2, "column_wise", None, env={"FREESCALE_STRICT": "1"}, expect_errors=True):
-        assert "column_wise" in error and "'user'" in error
+def test_what_is_left_to_torchrec_is_an_error_under_strict():
+    for error in run_ranks(_fall_back, 2, "row_wise", True, "ema", expect_errors=True):
+        assert "ema_in_place" in error and "'user'" in error
+    for error in run_ranks(_fall_back, 2, "row_wise", None, "ema", env={"FREESCALE_STRICT": "1"}, expect_errors=True):
+        assert "ema_in_place" in error and "'user'" in error
 
 
 def _weighted():
@@ -282,13 +275,14 @@ CHECKS = {
     "row_wise, rowwise_adagrad": partial(_against_eager, "row_wise", "rowwise_adagrad"),
     "table_wise, sgd": partial(_against_eager, "table_wise", "sgd"),
     "table_wise, rowwise_adagrad": partial(_against_eager, "table_wise", "rowwise_adagrad"),
+    "column_wise, sgd": partial(_against_eager, "column_wise", "sgd"),
+    "column_wise, rowwise_adagrad": partial(_against_eager, "column_wise", "rowwise_adagrad"),
     "mixed, rowwise_adagrad": partial(_against_eager, "mixed", "rowwise_adagrad"),
     "mixed, sgd": partial(_against_eager, "mixed", "sgd"),
     **{f"id {value} of {feature}": partial(_bad_id, feature, value) for feature, _, value in BAD_IDS},
     "fifty batches, DDP: True": partial(_fifty_batches, True),
     "data-parallel tables": _replicated_against_sharded,
     "checkpoints": _checkpoints,
-    "column-wise": partial(_fall_back, "column_wise", False),
     **{name: partial(_fall_back, "row_wise", False, *rest) for name, (_, *rest) in LEFT.items()},
     "weighted": _weighted,
 }

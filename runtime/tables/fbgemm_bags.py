@@ -1,0 +1,82 @@
+"""FBGEMM modules that pool, as owners of rows: their tables may differ in width, an exchange serves those of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from freescale.compat import dynamo, fbgemm
+from freescale.runtime.tables.fbgemm_table import FbgemmTable
+
+
+class FbgemmBags(FbgemmTable):
+    """The rows that this rank owns in `tables` of one FBGEMM module, one after the other, or none of them."""
+
+    pooled = True
+    ranks_per_table = 1  # the most that hold rows of one table
+
+    def __init__(
+        self, emb: Any, descriptions: list[str], dim: int, dtype: torch.dtype, device: torch.device, world_size: int,
+        tables: list[int],
+    ) -> None:  # fmt: skip
+        super().__init__(emb, descriptions, dim, dtype, device, world_size)
+        if emb is None:
+            return
+        specs, table_of = fbgemm.rows_and_dims(emb), fbgemm.table_of_each_feature(emb)
+        self._all_tables = len(tables) == len(specs)
+        elements = torch.tensor([0, *(rows * width for rows, width in specs)]).cumsum(0)
+        self._first_elements = elements[tables].to(device)
+        self._table_starts = torch.tensor([0, *(specs[t][0] for t in tables)]).cumsum(0).to(device)
+        # All rows of a table go in through its first feature.
+        self._features = [table_of.index(t) for t in tables]
+        self._feature_count = len(table_of)
+        self._first_outputs = [sum(specs[t][1] for t in table_of[:feature]) for feature in self._features]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Of some of several tables, a view with a row at every element: see `gather`."""
+        if self.emb is None or self._all_tables:
+            return super().weight
+        flat = fbgemm.flat_weight(self.emb).detach()
+        return flat.as_strided((flat.shape[0] - self.dim + 1, self.dim), (1, 1))
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.emb is None or self._all_tables:
+            return torch.ops.freescale.pack_rows.default(self.weight, rows)
+        table, row = self._table_and_row(rows)
+        return self.weight.index_select(0, self._first_elements[table] + row * self.dim)
+
+    def _table_and_row(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = torch.searchsorted(self._table_starts, rows, right=True) - 1
+        return table, rows - self._table_starts[table]
+
+    def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
+        """FBGEMM's own fused optimizer, through its public lookup: bags of one row, and one gradient for each.
+
+        A bag has a place for every feature, so there are as many bags as the table with most rows has.
+        """
+        if self.emb is None:
+            return
+        ends = torch.searchsorted(rows, self._table_starts).tolist()  # waits for the device
+        counts = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+        if max(counts) == 0:
+            return
+        lengths = torch.zeros(self._feature_count, max(counts), dtype=torch.int64, device=rows.device)
+        for feature, n in zip(self._features, counts, strict=True):
+            lengths[feature, :n] = 1
+        offsets = torch.nn.functional.pad(lengths.view(-1).cumsum(0), (1, 0))
+        with dynamo.autograd_inside_op():
+            pooled = self.emb(self._table_and_row(rows)[1], offsets)
+            grad = torch.zeros_like(pooled)
+            for first, begin, n in zip(self._first_outputs, ends[:-1], counts, strict=True):
+                grad[:n, first : first + self.dim] = grads[begin : begin + n]
+            torch.autograd.backward(pooled, grad)
+
+    def sum_and_update(
+        self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
+    ) -> None:
+        if self.emb is None or self._all_tables:
+            super().sum_and_update(grad, rows, order, ends)
+        else:
+            self.apply_update(rows, torch.ops.freescale.sum_rows.default(grad, order, ends))

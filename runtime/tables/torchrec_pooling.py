@@ -1,0 +1,123 @@
+"""The traced forward of TorchRec's `ShardedEmbeddingBagCollection`: rows are pooled where the samples are.
+
+The unique rows of a batch travel, as for an EmbeddingCollection, and each requester adds up its bags: so a row that
+many bags share travels once, and can be early or late. What comes out is TorchRec's KeyedTensor, mean pooling included,
+which TorchRec does in two ways: FBGEMM divides by a bag's length; of tables whose rows are on several ranks, TorchRec
+divides the sums by length, or by the sum of weights, plus a small number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from freescale.compat import torchrec
+from freescale.runtime.tables import torchrec_collection
+from freescale.runtime.tables.fbgemm_bags import FbgemmBags
+from freescale.runtime.tables.torchrec_collection import CollectionTables, value_counts, values_of
+from freescale.runtime.tables.torchrec_layout import Entry, ExchangeLayout
+
+SUM, MEAN_OF_BAG, MEAN_OF_SUMS, SUM_BESIDE_MEAN = range(4)  # how a feature is pooled
+_EPS = 1e-6  # what TorchRec adds to a divisor
+
+
+class PooledTables(CollectionTables):
+    """The tables of one ShardedEmbeddingBagCollection, as its traced forward needs them."""
+
+    def __init__(self, collection: Any) -> None:
+        self.pooling: list[list[int]] = []  # of each exchange's entries
+        self._means_of_sums = torchrec.divides_sums(collection)
+        super().__init__(collection)
+        self.keys = torchrec.pooled_output_names(collection)
+        self.key_widths = torchrec.pooled_output_widths(collection)
+        self.in_order = [part for key in self.keys for part in self.joined.get(key, [key])]
+        self.label = torchrec.qualified_name(collection) or "embeddings"
+
+    def _add_exchange(self, collection: Any, kind: str, layout: ExchangeLayout, lookup: Any) -> None:
+        super()._add_exchange(collection, kind, layout, lookup)
+        self.pooling.append([self._pooling(e, kind) for e in layout.entries])
+        table = self.exchanges[-1].table
+        assert isinstance(table, FbgemmBags)
+        table.ranks_per_table = max(Counter(s.table for s in layout.shards if s.rows).values(), default=1)
+
+    def _pooling(self, entry: Entry, kind: str) -> int:
+        mean = entry.config.pooling.value == "MEAN"
+        if self._means_of_sums and torchrec.sums_over_ranks(kind):
+            return MEAN_OF_SUMS if mean else SUM_BESIDE_MEAN
+        return MEAN_OF_BAG if mean else SUM
+
+
+def tables_of(collection: Any) -> CollectionTables:
+    """The tables of a supported collection, one that pools or one that does not; made on first use."""
+    pooled = torchrec.is_pooled_collection(collection)
+    return torchrec_collection.tables_of(collection, PooledTables if pooled else CollectionTables)
+
+
+# ---- the traced forward ------------------------------------------------------------------------------------
+
+
+def look_up_pooled(tables: PooledTables, features: Any, divide: bool) -> Any:
+    """What the collection's forward returns. `divide`: gradients are divided by the number of ranks."""
+    from torchrec.sparse.jagged_tensor import KeyedTensor
+
+    keys, values, lengths = features.keys(), features.values(), features.lengths()
+    samples = lengths.shape[0] // len(keys)
+    if samples == 1:  # one sample makes a graph of its own (dynamo_settings.specialize_sizes_of_one)
+        samples = 1
+    lengths = lengths.view(len(keys), samples)
+    counts = value_counts(tables, keys, values, lengths)
+    weights = _weights(tables, features, values)
+    pooled: dict[str, torch.Tensor] = {}
+    for exchange, names, pooling in zip(tables.exchanges, tables.output_names, tables.pooling, strict=True):
+        whole = exchange.features == keys
+        planned = whole and exchange.freescale_plan is not None
+        ids = [values] if planned else values_of(exchange.features, keys, values, counts)
+        of_bags, of_ids = lengths.view(-1), weights
+        if not whole:
+            of_bags = torch.cat([lengths[keys.index(f)] for f in exchange.features])
+            of_ids = None if weights is None else torch.cat(values_of(exchange.features, keys, weights, counts))
+        bag_ends = of_bags.cumsum(0, dtype=torch.int64)
+        sums = exchange.lookup_pooled(ids, tables.world_size if divide else 1, bag_ends, of_ids)
+        divisor = _divisor(pooling, of_bags.view(len(names), samples), of_ids, bag_ends)
+        if divisor is not None:
+            sums = sums / divisor.view(-1, 1)
+        by_feature = sums.view(len(names), samples, sums.shape[1])
+        for i, name in enumerate(names):
+            pooled[name] = by_feature[i]
+    values = torch.cat([pooled[name] for name in tables.in_order], 1)
+    return KeyedTensor(keys=tables.keys, length_per_key=tables.key_widths, values=values, key_dim=1)
+
+
+def _weights(tables: PooledTables, features: Any, values: torch.Tensor) -> torch.Tensor | None:
+    """Of each id. No gradient reaches them in TorchRec."""
+    weights = features.weights_or_none()
+    if weights is None:
+        return None
+    weights = weights.detach().float()
+    if tables.exchanges[0].freescale_plan is not None:
+        torch._check(weights.shape[0] == values.shape[0])  # the LookaheadLoader has seen to it
+        return weights
+    return torch.ops.freescale.checked_weights(weights, values, tables.label, tables.exchanges[0].group_name)
+
+
+def _divisor(
+    pooling: list[int], lengths: torch.Tensor, weights: torch.Tensor | None, bag_ends: torch.Tensor
+) -> torch.Tensor | None:
+    """Of each feature and sample; None where nothing is divided."""
+    if all(p == SUM for p in pooling):
+        return None
+    total = lengths
+    if weights is not None and MEAN_OF_SUMS in pooling:
+        positions = torch.arange(weights.shape[0], device=weights.device)
+        total = torch.ops.freescale.sum_rows(weights[:, None], positions, bag_ends).view(lengths.shape)
+    divisors = []
+    for i, p in enumerate(pooling):
+        if p == MEAN_OF_BAG:
+            divisors.append(lengths[i].clamp(min=1).float())
+        elif p == MEAN_OF_SUMS:
+            divisors.append(total[i].float() + _EPS)
+        else:
+            divisors.append(torch.ones_like(lengths[i], dtype=torch.float32) + (_EPS if p == SUM_BESIDE_MEAN else 0.0))
+    return torch.stack(divisors)
