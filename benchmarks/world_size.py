@@ -4,8 +4,9 @@
 
 ranks      Real gloo ranks on this machine train a small model over a LookaheadLoader: start-up (what a loader makes:
            groups, connections), agreement, the meeting of the ranks before a step, planning of a batch, and memory.
-           Each rank has as many ids, however many ranks there are. With more ranks than cores they wait for each other
-           to get a core, so CPU time per rank stands beside the wall time, and growth is that of CPU time.
+           Each rank has 40,000 ids, of 128 samples, say, however many ranks there are; planning also with 4,000 ids.
+           With more ranks than cores they wait for each other to get a core, so CPU time per rank stands beside the
+           wall time, and growth is that of CPU time.
 features   Compile time of one collection's graphs with 8 and with 64 features (TorchRec, one table each, looked ahead,
            without code generation).
 graphs     Compile time, graph size and guards in fake worlds (nothing travels) of 8 to 1024 ranks.
@@ -33,12 +34,13 @@ import numpy as np
 from command_line import parser
 
 SUPPORT = Path(__file__).resolve().parent.parent / "tests" / "support"
-QUANTITIES = ("start-up", "agreement", "meeting", "requests", "plans")
+QUANTITIES = ("start-up", "agreement", "meeting", "requests", "plans", "requests, few ids", "plans, few ids")
 PARTS = ("ranks", "features", "graphs")
 HEADLINES = {
     "startup_growth_8_to_64": ("start-up", "agreement"),
     "meeting_growth_8_to_64": ("meeting",),
     "planning_growth_8_to_64": ("requests", "plans"),
+    "planning_growth_8_to_64_few_ids": ("requests, few ids", "plans, few ids"),
 }
 SECONDS = 400  # for one set of ranks
 
@@ -121,7 +123,7 @@ def show_ranks(rows: list[dict[str, Any]]) -> dict[str, Any]:
         a, b = fit(rows, f"{name} cpu")
         estimates = {world: (a + b * world) * 1e3 for world in (1024, 4096)}
         found["growth"][name], found["estimates"][name] = growth, estimates
-        print(f"{name:>12} {growth:>8.2f} {estimates[1024]:>10.3g} {estimates[4096]:>10.3g}")
+        print(f"{name:>18} {growth:>8.2f} {estimates[1024]:>10.3g} {estimates[4096]:>10.3g}")
 
     def both(names: tuple[str, ...], world: int) -> float:
         return sum(middle(rows, f"{n} cpu", world) for n in names)

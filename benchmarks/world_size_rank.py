@@ -16,7 +16,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-ROWS, DIM, IDS, STEPS, WARM_UP = 100_000, 16, 4_000, 40, 5
+ROWS, DIM, STEPS, WARM_UP = 1_000_000, 16, 40, 5
+IDS, FEW_IDS = 40_000, 4_000  # of a rank's batch: 128 samples of about 300, and what mostly shows the cost per rank
 
 
 class Spent:
@@ -63,17 +64,18 @@ def own_bytes() -> int:
     return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_")) * 1024
 
 
-def train(spent: Spent) -> dict[str, Any]:
+def batches(ids: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [{"item": torch.randint(0, ROWS, (ids,), generator=generator)} for _ in range(STEPS)]
+
+
+def train(model: Model, ids: int) -> Spent:
     import freescale
     from freescale.runtime import agreement
     from freescale.runtime.lookahead.batch_planning import BatchPlanning
     from freescale.runtime.lookahead.rank_status import RankSync
 
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    data = [{"item": torch.randint(0, ROWS, (IDS,), generator=generator)} for _ in range(STEPS)]
-    model = Model()
-    model.compile(backend="freescale", options={"codegen": "eager", "timeout": 600.0})
-    memory = own_bytes()
+    data, spent = batches(ids), Spent()
     dist.barrier()
     with (
         spent.watch(freescale.LookaheadLoader, "__init__", "start-up"),
@@ -84,11 +86,22 @@ def train(spent: Spent) -> dict[str, Any]:
     ):
         for batch in freescale.LookaheadLoader(data, model):
             model(batch["item"]).backward()
+    return spent
+
+
+def measure() -> dict[str, Any]:
+    model = Model()
+    model.compile(backend="freescale", options={"codegen": "eager", "timeout": 600.0})
+    memory = own_bytes()
+    spent = train(model, IDS)
     found: dict[str, Any] = {"memory": own_bytes() - memory}
     for label in ("start-up", "agreement"):
         found[label], found[f"{label} cpu"] = spent.total(label)
     for label in ("meeting", "requests", "plans"):
         found[label], found[f"{label} cpu"] = spent.median(label)
+    few = train(model, FEW_IDS)
+    for label in ("requests", "plans"):
+        found[f"{label}, few ids"], found[f"{label}, few ids cpu"] = few.median(label)
     return found
 
 
@@ -104,7 +117,7 @@ def rank_main(rank: int, world: int, store: str, pipe: Any) -> None:
         )
         dist.barrier()
         joined = time.perf_counter() - began[0], time.process_time() - began[1]
-        found = train(Spent())
+        found = measure()
         found["torch's group"], found["torch's group cpu"] = joined
         pipe.send(found)
         dist.barrier()

@@ -56,6 +56,7 @@ def freescale(
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], driver: Driver) -> Callable[..., Any]:
+    dynamo.go_on_recomputing_fakes()
     if driver.cfg.codegen == "eager":
         return inductor.compile_with_interpreter(gm, inputs, driver)
     # What has no collective has nothing to tell, and may come out of AOTAutograd's cache as a whole.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,6 +46,29 @@ def current_compile_id() -> str:
     """Frame and compilation, as "3/1"; a second number above 0 is a recompilation of that frame."""
     current = torch._guards.CompileContext.current_compile_id()
     return str(current) if current is not None else "?/0"
+
+
+_recomputing: weakref.WeakSet[Any] = weakref.WeakSet()  # ShapeEnvs
+
+
+def recompute_fakes() -> None:
+    """Called while Dynamo traces: torch's cache of what ops return for fake tensors is off for the rest of this graph.
+
+    Where nearly every op has sizes of its own, nothing is found in it, and with symbolic sizes an entry costs several
+    times what the op does.
+    """
+    mode = torch._guards.TracingContext.get().fake_mode
+    assert mode is not None and mode.shape_env is not None
+    _recomputing.add(mode.shape_env)
+    go_on_recomputing_fakes()
+
+
+def go_on_recomputing_fakes() -> None:
+    """Called by a backend: Dynamo has given it another mode, of the same sizes."""
+    context = torch._guards.TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
+    if mode is not None and mode.shape_env in _recomputing:
+        mode.cache_enabled = False
 
 
 def graph_breaks() -> dict[str, int]:
@@ -113,3 +137,5 @@ def probe() -> None:
     assert current_compile_id() and graph_breaks() is not None
     with no_modes():
         pass
+    assert callable(torch._guards.TracingContext.try_get)
+    assert isinstance(torch._subclasses.FakeTensorMode().cache_enabled, bool)

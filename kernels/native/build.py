@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 # What each is for, and the names of its files.
 LIBRARIES = {
-    "planning": ("planning", "batch_plan", "mesh"),
+    "planning": ("planning", "batch_plan", "mesh", "mailboxes"),
     "meetings of ranks": ("status_board",),
     "launches of staged and peer": ("transfers",),
 }

@@ -1,12 +1,11 @@
 /* Connections between ranks (rank_mesh.py makes them). Over one to every other rank, each sends each a message, of any
- * size, which both sides know beforehand; over a few, all ranks compare some numbers. */
+ * size, which both sides know beforehand; over a few, all ranks compare some numbers. Where the ranks share memory,
+ * messages that find room there go through it. */
 
 #include <errno.h>
 #include <poll.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
-#include <time.h>
 
 #include "planning.h"
 
@@ -17,12 +16,9 @@ struct mesh {
     i64 world, rank;
     int *connections; /* [world] */
     buffer pieces, streams, polls;
+    mailboxes shared;
+    i64 rounds, calls; /* exchanges so far, and how often a connection was used in them */
 };
-
-typedef struct { /* what is still to be sent to a rank, or to come from it */
-    struct iovec *pieces;
-    i64 left;
-} stream;
 
 mesh *fs_new_mesh(i64 world, i64 rank, const int *connections) {
     mesh *m = calloc(1, sizeof(mesh));
@@ -46,10 +42,14 @@ void fs_free_mesh(mesh *m) {
     free(m);
 }
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + 1e-9 * t.tv_nsec;
+/* Memory that all ranks of the mesh share, a box for each; zeros at first. */
+i64 fs_share_mesh(mesh *m, void *memory, i64 box_bytes) {
+    return mailboxes_open(&m->shared, memory, box_bytes, m->world) ? 0 : NO_MEMORY;
+}
+
+void fs_mesh_counts(const mesh *m, i64 *rounds, i64 *calls) {
+    *rounds = m->rounds;
+    *calls = m->calls;
 }
 
 static void add_piece(stream *s, const char *begin, size_t size) {
@@ -112,13 +112,20 @@ i64 mesh_exchange(mesh *m, const messages *all, i64 kinds, double seconds, i64 *
     stream *streams = begin_exchange(m, all, kinds);
     if (!streams) return NO_MEMORY;
     struct pollfd *polls = m->polls.memory;
-    double end = now() + seconds;
+    double end = seconds_now() + seconds;
+    m->rounds++;
+    if (m->shared.memory) {
+        mailboxes_post(&m->shared, m->world, m->rank, streams);
+        i64 result = mailboxes_read(&m->shared, m->world, m->rank, streams + m->world, m->connections, end, failed);
+        if (result) return result;
+    }
     for (i64 rank = 0; rank < m->world; rank++) polls[rank].revents = POLLIN | POLLOUT; /* try each once */
     while (1) {
         i64 waiting = 0;
         for (i64 rank = 0; rank < m->world; rank++) {
             stream *to = streams + rank, *from = streams + m->world + rank;
             int connection = m->connections[rank];
+            if (polls[rank].revents) m->calls += (to->left > 0) + (from->left > 0);
             /* Only those that poll has named: else every message that comes would cost a call for every rank. */
             if (polls[rank].revents && (move_bytes(connection, to, 1) || move_bytes(connection, from, 0))) {
                 *failed = rank;
@@ -128,7 +135,7 @@ i64 mesh_exchange(mesh *m, const messages *all, i64 kinds, double seconds, i64 *
             polls[rank] = (struct pollfd){events ? connection : -1, events, 0}; /* poll passes over -1 */
             if (events && waiting++ == 0) *failed = rank; /* if nothing comes any more */
         }
-        double left = end - now();
+        double left = end - seconds_now();
         if (waiting == 0) return 0;
         if (left <= 0) return RANK_TOO_SLOW;
         poll(polls, m->world, left > 1 ? 1000 : (int)(left * 1000) + 1);
@@ -141,7 +148,7 @@ static i64 move_all(int connection, void *bytes, size_t size, int sends, double 
     stream s = {&piece, 1};
     while (1) {
         if (move_bytes(connection, &s, sends)) return RANK_LEFT;
-        double left = end - now();
+        double left = end - seconds_now();
         if (!s.left) return 0;
         if (left <= 0) return RANK_TOO_SLOW;
         struct pollfd wait = {connection, sends ? POLLOUT : POLLIN, 0};
@@ -155,7 +162,7 @@ static i64 move_all(int connection, void *bytes, size_t size, int sends, double 
 i64 fs_all_same(mesh *m, const i64 *numbers, i64 count, double seconds, i64 *failed) {
     i64 sent[1 + MOST_NUMBERS], came[1 + MOST_NUMBERS];
     size_t size = (1 + count) * sizeof(i64);
-    double end = now() + seconds;
+    double end = seconds_now() + seconds;
     sent[0] = 1;
     memcpy(sent + 1, numbers, count * sizeof(i64));
     for (i64 distance = 1; distance < m->world; distance *= 2) {

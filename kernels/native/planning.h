@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/uio.h>
+#include <time.h>
 
 #define NO_MEMORY (-1)
 #define INVALID_ID (-2)
@@ -30,6 +32,12 @@ static inline void *room(buffer *b, size_t size) {
         b->size = b->memory ? size : 0;
     }
     return b->memory;
+}
+
+static inline double seconds_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
 /* planning.c: one batch of one exchange on one rank. */
@@ -64,5 +72,21 @@ typedef struct { /* consecutive messages of one kind, one for each rank */
 
 /* Returns 0, or what went wrong, and with which rank. */
 i64 mesh_exchange(mesh *, const messages *, i64 kinds, double seconds, i64 *rank);
+
+typedef struct { /* what is still to be sent to a rank, or to come from it */
+    struct iovec *pieces;
+    i64 left;
+} stream;
+
+/* mailboxes.c: the same within a host, through shared memory. */
+typedef struct {
+    char *memory; /* [world] boxes; NULL without */
+    i64 box_bytes, page_bytes, room;
+    uint32_t round;
+} mailboxes;
+
+int mailboxes_open(mailboxes *, void *memory, i64 box_bytes, i64 world);
+void mailboxes_post(mailboxes *, i64 world, i64 own, stream *to);
+i64 mailboxes_read(mailboxes *, i64 world, i64 own, stream *from, const int *connections, double end, i64 *failed);
 
 #endif

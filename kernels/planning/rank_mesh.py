@@ -22,6 +22,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 
 from freescale.compat import distributed
@@ -43,9 +44,27 @@ class RankMesh:
         self._connections = [c for c in connections if c is not None]
         numbers = (ctypes.c_int * len(connections))(*(-1 if c is None else c.fileno() for c in connections))
         self.world = len(connections)
+        self._memory: np.ndarray | None = None
         self.address = native_plan.require_memory(native_plan.library().fs_new_mesh(self.world, rank, numbers))
         # Not at exit: a thread may still be waiting in C.
         weakref.finalize(self, _close, self.address, self._connections).atexit = False
+
+    def shared_bytes(self, message_bytes: int) -> int:
+        """Of memory, for `share`: room for so many bytes of messages of each rank."""
+        return self.world * native_plan.library().fs_box_bytes(self.world, message_bytes)
+
+    def share(self, memory: np.ndarray) -> None:
+        """Messages of planning go through `memory`, as far as they find room: all ranks have it, and it holds zeros."""
+        native_plan.checked(
+            native_plan.library().fs_share_mesh(self.address, memory.ctypes.data, memory.nbytes // self.world)
+        )
+        self._memory = memory
+
+    def counts(self) -> tuple[int, int]:
+        """Exchanges so far, and how many messages in them were sent or received over connections."""
+        rounds, calls = ctypes.c_int64(), ctypes.c_int64()
+        native_plan.library().fs_mesh_counts(self.address, ctypes.addressof(rounds), ctypes.addressof(calls))
+        return rounds.value, calls.value
 
     def all_same(self, numbers: Sequence[int], timeout: float) -> bool:
         """Whether all ranks say the same. Raises where a rank is gone, or has not come in time. Collective.

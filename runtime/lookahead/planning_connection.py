@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch.distributed as dist
 
 from freescale.compat import distributed
@@ -10,7 +12,12 @@ from freescale.kernels.planning.batch_plan import BatchPlan
 from freescale.kernels.planning.exchange_plan import ExchangeTables, OwnerMap
 from freescale.kernels.planning.native_batch import NativeBatchPlan
 from freescale.kernels.planning.reference_batch import ReferenceBatchPlan
+from freescale.kernels.transports.shared_segment import SharedSegment, share_segment
 from freescale.runtime.tables.table_exchange import Exchange
+
+# Of one rank, in one of the three rounds of a batch, where the ranks share memory: 131,072 ids. What is beyond
+# that goes over the connections.
+_SHARED_MESSAGE_BYTES = 2**20
 
 
 class PlanningConnection:
@@ -19,6 +26,13 @@ class PlanningConnection:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._mesh = rank_mesh.open_mesh(group)
+        self._segment: SharedSegment | None = None
+        if self._mesh is not None and group.size() > 1:
+            nbytes = self._mesh.shared_bytes(_SHARED_MESSAGE_BYTES)
+            self._segment, _ = share_segment(nbytes, group.rank(), group)
+            if self._segment is not None:
+                self._mesh.share(self._segment.bytes)
+                weakref.finalize(self, self._segment.close)
 
     def new_plan(self, exchanges: list[Exchange]) -> BatchPlan:
         tables = [

@@ -21,6 +21,8 @@ from freescale.runtime import batch_structure
 from freescale.runtime.tables import torchrec_collection, torchrec_pooling, torchrec_support
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
 
+MANY_FEATURES = 16  # from here on torch's cache of fakes costs more than it saves: each feature has a size of its own
+
 _original_forward: Any = None
 
 
@@ -75,7 +77,9 @@ def _freescale_prepare_tables(self: Any, weighted: bool, variable_stride: bool) 
     if reason is not None:
         torchrec_support.report_unsupported(self, reason)
         return False
-    torchrec_collection.tables_of(self)
+    tables = torchrec_collection.tables_of(self)
+    if sum(len(x.features) for x in tables.exchanges) >= MANY_FEATURES:
+        dynamo.recompute_fakes()
     return True
 
 

@@ -14,6 +14,7 @@ from freescale.kernels.planning import native_plan, rank_mesh
 from freescale.kernels.planning.exchange_plan import ExchangeTables, Shard, first_row_of_each_table, owner_map
 from freescale.kernels.planning.native_batch import NativeBatchPlan
 from freescale.kernels.planning.reference_batch import ReferenceBatchPlan
+from freescale.kernels.transports.shared_segment import share_segment
 from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(native_plan.library() is None, reason="no C compiler")
@@ -70,10 +71,24 @@ def _compare(native, reference, last: bool = False) -> int:
     return sum(map(len, results[0][0][0]))
 
 
-def _same(seed: int, batches: int) -> int:
+def _open_mesh(message_bytes: int | None) -> rank_mesh.RankMesh:
+    """`message_bytes`: in memory that the ranks share; None: they share none."""
+    group = dist.group.WORLD
+    mesh = rank_mesh.open_mesh(group)
+    if message_bytes is not None:
+        segment, problem = share_segment(mesh.shared_bytes(message_bytes), group.rank(), group)
+        assert segment is not None, problem
+        mesh.share(segment.bytes)
+    return mesh
+
+
+SHARED = [None, 0, 200, 2**20]  # bytes: no memory, room for no message, for some, for all
+
+
+def _same(seed: int, batches: int, shared: int | None) -> int:
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     tables = [_row_wise([100, 1, 7], world, [0, 2, 1, 0]), _row_wise([2**33 + 5, 3], world, [0, 1])]
-    mesh = rank_mesh.open_mesh(group)
+    mesh = _open_mesh(shared)
     native, reference = NativeBatchPlan(mesh, tables, 30.0), ReferenceBatchPlan(group, tables)
     rng, planned = np.random.default_rng((seed, rank)), 0
     for number in range(batches):
@@ -86,7 +101,35 @@ def _same(seed: int, batches: int) -> int:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_same_plans_as_in_python(world):
-    assert all(n > 100 for n in run_ranks(_same, world, 5, 12))
+    assert all(n > 100 for n in run_ranks(_same, world, 5, 12, None))
+
+
+@pytest.mark.parametrize("shared", SHARED[1:])
+def test_same_plans_through_shared_memory(shared):
+    assert all(n > 100 for n in run_ranks(_same, 3, 5, 12, shared))
+
+
+def _rounds_and_messages(exchanges: int, shared: int | None) -> tuple[list[int], int]:
+    mesh, world = _open_mesh(shared), dist.get_world_size()
+    tables = [_row_wise([100], world, [0])] * exchanges
+    plan, rounds = NativeBatchPlan(mesh, tables, 30.0), []
+    for _ in range(3):
+        before, _ = mesh.counts()
+        plan.request(0, [torch.arange(100)] * exchanges)
+        memory = _memory(plan)
+        plan.plan(native_plan.address_of(memory))
+        rounds.append(mesh.counts()[0] - before)
+    return rounds, mesh.counts()[1]
+
+
+@pytest.mark.parametrize("exchanges", [1, 5])
+def test_all_exchanges_of_a_batch_are_planned_in_the_same_three_rounds(exchanges):
+    """How many rows and whether all go on, the rows, which of them collide; the first batch collides with none."""
+    for rounds, messages in run_ranks(_rounds_and_messages, 3, exchanges, 2**20):
+        assert rounds == [2, 3, 3] and messages == 0
+    for rounds, messages in run_ranks(_rounds_and_messages, 3, exchanges, None):
+        # One each way with both others in a round; what is not there at once is asked for again.
+        assert rounds == [2, 3, 3] and messages >= 8 * 2 * 2
 
 
 def _headers(status: list[int], bad: int) -> tuple:
@@ -111,9 +154,8 @@ def test_ranks_hear_who_does_not_go_on_and_of_invalid_ids():
         assert invalid == [None, (1, (1, -2))]
 
 
-def _one_leaves(how: str) -> str:
-    rank, group = dist.get_rank(), dist.group.WORLD
-    mesh = rank_mesh.open_mesh(group)
+def _one_leaves(how: str, shared: int | None) -> str:
+    rank, mesh = dist.get_rank(), _open_mesh(shared)
     plan = NativeBatchPlan(mesh, [_row_wise([10], 3, [0])], 2.0)
     plan.request(0, [torch.tensor([0, 5, 9])])  # a row of each rank
     if rank == 2:
@@ -133,8 +175,9 @@ def _one_leaves(how: str) -> str:
 
 
 @pytest.mark.parametrize("how, expected", [("dies", "has left"), ("hangs up", "has left"), ("sleeps", "has not answered within 2 s")])
-def test_a_rank_that_leaves_is_named(how, expected):
-    errors = run_ranks(_one_leaves, 3, how, expect_errors=True)
+@pytest.mark.parametrize("shared", [None, 2**20])
+def test_a_rank_that_leaves_is_named(how, expected, shared):
+    errors = run_ranks(_one_leaves, 3, how, shared, expect_errors=True)
     # The other rank may have failed first, and left in turn.
     assert all("RuntimeError: rank" in e and ("has left" in e or expected in e) for e in errors[:2]), errors
     assert any(f"rank 2 {expected}" in e for e in errors[:2]), errors

@@ -49,3 +49,40 @@ def test_sizes_of_many_keys_are_no_longer_than_those_of_few():
     ((texts, _),) = run_ranks(_graphs_and_error, 1)
     sizes = re.findall(r"float32\[([^,\]]*), 8\]", texts["forward"] + texts["backward"])
     assert len(sizes) > 10 and max(size.count("s") for size in sizes) <= 2
+
+
+def _caches_fakes(features):
+    """Whether torch kept what ops return for fake tensors when it traced a collection of so many features."""
+    import torch
+    from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+    import freescale
+
+    names = [f"feature{i}" for i in range(features)]
+    configs = [EmbeddingConfig(name=f"of {n}", num_embeddings=9, embedding_dim=4, feature_names=[n]) for n in names]
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.collection = EmbeddingCollection(tables=configs, device=torch.device("cpu"))
+
+        def forward(self, batch):
+            return sum(part.values().sum() for part in self.collection(batch).values())
+
+    torch._dynamo.config.fake_tensor_cache_enabled = True  # as it is outside the tests
+    found = []
+    freescale.observe(lambda direction, name, graph: found.extend(n.meta.get("val") for n in graph.nodes))
+    model = trec.shard(Model(), {c.name: "row_wise" for c in configs}, "sgd")
+    model.compile(backend="freescale", options={"codegen": "eager"})
+    batch = KeyedJaggedTensor(
+        keys=names, values=torch.arange(2 * features) % 9, lengths=torch.ones(2 * features, dtype=torch.int64)
+    )
+    for b in freescale.LookaheadLoader([batch], model):
+        model(b)
+    (mode,) = {v.fake_mode for v in found if isinstance(v, torch._subclasses.FakeTensor)}
+    return mode.cache_enabled
+
+
+def test_where_each_of_many_features_has_a_size_of_its_own_no_fake_is_kept():
+    assert run_ranks(_caches_fakes, 1, 2) == [True]
+    assert run_ranks(_caches_fakes, 1, 16) == [False]
