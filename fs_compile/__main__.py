@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from freescale import __version__
+from freescale.simulate import command as simulate_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,6 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="say what is installed, what works here and what is missing")
     doctor.add_argument("--json", action="store_true", help="the same facts as JSON")
     doctor.set_defaults(run=_doctor)
+
+    simulate = commands.add_parser("simulate", help="the step at many ranks, simulated: what would freescale bring?")
+    simulate_command.add_arguments(simulate)
+    simulate.set_defaults(run=simulate_command.main)
 
     if not argv:
         parser.print_help()
