@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ STEPS = 3  # of each point
 
 AXES: dict[str, tuple[str, tuple[float, ...]]] = {
     "ranks": ("ranks", (8, 32, 64, 128, 256, 512)),
-    "cap": ("history cap, tokens", (500, 1000, 2000, 4000, 8000, 16000, 21000)),
+    "cap": ("history cap, tokens", (500, 1000, 2000, 4000, 8000, 12000, 21000)),
     "batch": ("samples per rank", (16, 32, 64, 128, 256)),
     "collision": ("share of rows that collide", (0.02, 0.06, 0.12, 0.3, 0.6)),
     "link": ("GB/s between hosts, per rank", (3.125, 6.25, 12.5, 25.0, 50.0, 100.0)),
@@ -41,8 +42,9 @@ def changed(axis: str, value: float, w: Workload, c: Cluster) -> tuple[Workload,
         return w, replace(c, between_gb_per_s=value)
     if axis == "cap":  # shorter histories, not only shorter long ones
         return replace(w, cap=int(value), median=w.median * value / w.cap if value < w.cap else w.median), c
-    if axis == "collision":
-        return replace(w, collision=value), c
+    if axis == "collision":  # few collide in a table that is large beside a batch alone
+        tokens = w.ranks * w.batch * w.median * math.exp(w.sigma**2 / 2)
+        return replace(w, collision=value, rows=max(w.rows, int(2 * tokens / value))), c
     return replace(w, ranks=int(value)) if axis == "ranks" else replace(w, batch=int(value)), c
 
 
