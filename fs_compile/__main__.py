@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from freescale import __version__
+from freescale.simulate import command as simulate_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument("--graphs", action="store_true", help="print what each pass changed, too")
     explain.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
     explain.set_defaults(run=_explain)
+
+    simulate = commands.add_parser("simulate", help="the step at many ranks, simulated: what would freescale bring?")
+    simulate_command.add_arguments(simulate)
+    simulate.set_defaults(run=simulate_command.main)
 
     if not argv:
         parser.print_help()

@@ -22,8 +22,9 @@ from torch import fx
 
 from freescale.config import Config
 from freescale.passes import node_cost
-from freescale.passes.exchange_meta import PINNED_KEY, exchanges, waits_of
+from freescale.passes.exchange_meta import PINNED_KEY, GraphExchange, exchanges, waits_of
 from freescale.passes.list_scheduler import ListScheduler
+from freescale.passes.node_order import Order
 
 # (sink_share, hoist) of a ListScheduler, the most overlap first: the first that keeps the memory bound is taken.
 _ATTEMPTS = ((1.0, True), (0.5, True), (0.25, True), (0.125, True), (0.0, True), (0.0, False))
@@ -37,15 +38,31 @@ def overlap_attention(gm: fx.GraphModule, cfg: Config) -> int:
     nodes = list(gm.graph.nodes)
     machine = node_cost.machine(node_cost.device_of(nodes))
     seconds = {n: node_cost.seconds(n, machine) for n in nodes}
-    max_bytes = node_cost.peak_bytes(nodes) + sum(node_cost.hint(x.bytes) for x in to_place)
-    for sink_share, hoist in _ATTEMPTS:
-        order = ListScheduler(nodes, to_place, seconds, cfg.link_gbps * 1e9 / 8, sink_share, hoist).run()
-        if node_cost.peak_bytes(order) <= max_bytes:
-            break
-    *rest, output = order
+    max_bytes = memory_bound(nodes, to_place)
+    *rest, output = best_order(nodes, to_place, seconds, cfg.link_gbps * 1e9 / 8, max_bytes)
     for node in rest:
         output.prepend(node)
     for x in to_place:
         for node in (x.launch, *waits_of(x.launch)):
             node.meta[PINNED_KEY] = True
     return len(to_place)
+
+
+def memory_bound(nodes: Order, to_place: list[GraphExchange]) -> int:
+    """Bytes that an order may hold at once: what the nodes hold as they stand, and the launched buffers."""
+    return node_cost.peak_bytes(nodes) + sum(node_cost.hint(x.bytes) for x in to_place)
+
+
+def best_order(
+    nodes: Order,
+    to_place: list[GraphExchange],
+    seconds: dict[fx.Node, float],
+    bytes_per_second: float,
+    max_bytes: int,
+) -> Order:
+    """The nodes in the order with the most overlap that keeps the memory bound; other arguments as of ListScheduler."""
+    for sink_share, hoist in _ATTEMPTS:
+        order = ListScheduler(nodes, to_place, seconds, bytes_per_second, sink_share, hoist).run()
+        if node_cost.peak_bytes(order) <= max_bytes:
+            break
+    return order

@@ -33,6 +33,7 @@ ROOMS = (
     "freescale.runtime.samples",
     "freescale.runtime.lookahead",
     "freescale",
+    "freescale.simulate",
 )
 FRONT_DOOR = ("freescale", "freescale.__main__", "freescale.doctor")
 

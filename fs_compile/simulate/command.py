@@ -1,0 +1,155 @@
+"""`python -m freescale simulate`: the step at many ranks, simulated."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from freescale.simulate.cluster import PRESETS, Cluster, InputError, find
+
+SWEEPS = ("ranks", "cap", "batch", "collision", "link")
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Light: nothing here imports torch."""
+    presets = ", ".join(PRESETS)
+    p.add_argument("--cluster", default="h100", help=f"{presets}, or a TOML file (default h100)")
+    p.add_argument("--ranks", type=int, default=256, help="2 to 4096 (default 256)")
+    p.add_argument("--steps", type=int, default=20, help="simulated steps (default 20)")
+    p.add_argument("--batch", type=int, default=128, help="samples per rank (default 128)")
+    p.add_argument("--median", type=float, default=1000.0, help="of the lognormal history lengths (default 1000)")
+    p.add_argument("--sigma", type=float, default=1.0, help="of their logarithm (default 1.0)")
+    p.add_argument("--cap", type=int, default=21_000, help="the longest history (default 21000)")
+    p.add_argument("--collision", type=float, default=0.12, help="share of rows that collide (default 0.12)")
+    p.add_argument("--rows", type=int, default=1_000_000_000, help="of the table (default 1e9)")
+    p.add_argument("--histories", metavar="FILE.npz", help="real histories: arrays `lengths` and `ids`")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--sweep", nargs="+", choices=(*SWEEPS, "all"), default=[], help="what to vary, one at a time")
+    p.add_argument("--plots", metavar="DIR", help="draw what was found, as PNG (needs freescale[plots])")
+    p.add_argument("--json", metavar="FILE", help="headlines and all figures")
+    p.add_argument("--calibrate", metavar="FILE.toml", help="only measure this machine: a cluster file")
+    p.add_argument("--block", default="examples/hstu.py:HSTUBlock", metavar="FILE:CLASS", help="what --calibrate times")
+
+
+def main(args: argparse.Namespace) -> int:
+    try:
+        if args.calibrate:
+            from freescale.simulate import calibrate
+
+            calibrate.main(args.calibrate, args.block, find(args.cluster), Progress())
+        else:
+            run(args, _checked(args))
+    except InputError as error:
+        print(f"freescale: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _checked(args: argparse.Namespace) -> Cluster:
+    limits = {
+        "ranks": (2, 4096), "steps": (1, 1000), "batch": (1, 100_000), "median": (1, 1e6), "sigma": (0, 5),
+        "cap": (1, 1_000_000), "collision": (0, 1), "rows": (1000, 10**13), "seed": (0, 2**31),
+    }  # fmt: skip
+    for name, (low, high) in limits.items():
+        value = getattr(args, name)
+        if not low <= value <= high:
+            raise InputError(f"--{name} must be at least {low:g} and at most {high:g}, found {value}")
+    if args.histories and args.sweep:
+        raise InputError("--sweep varies generated batches; leave --histories out")
+    for option in ("json", "plots"):
+        path = getattr(args, option)
+        if path and not Path(path).resolve().parent.is_dir():
+            raise InputError(f"--{option} {path}: there is no folder {Path(path).resolve().parent}")
+    if args.plots:
+        from freescale.simulate.plots import require_matplotlib
+
+        require_matplotlib()
+    return find(args.cluster)
+
+
+class Progress:
+    """One line on a terminal, from the third second on."""
+
+    def __init__(self) -> None:
+        self._began, self._drawn = time.monotonic(), False
+
+    def __call__(self, words: str) -> None:
+        if sys.stderr.isatty() and time.monotonic() - self._began > 2:
+            print(f"\r\x1b[K{time.monotonic() - self._began:4.0f} s  {words}", end="", file=sys.stderr, flush=True)
+            self._drawn = True
+
+    def clear(self) -> None:
+        if self._drawn:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._drawn = False
+
+
+def run(args: argparse.Namespace, cluster: Cluster) -> None:
+    from freescale.simulate import findings, in_words, plots, sweep
+    from freescale.simulate.study import Study
+    from freescale.simulate.variants import TORCHREC, freescale_variants
+    from freescale.simulate.workload import Generated, Recorded, Workload
+
+    began, progress = time.monotonic(), Progress()
+    names = ("ranks", "batch", "median", "sigma", "cap", "collision", "rows", "seed")
+    workload = Workload(**{name: getattr(args, name) for name in names})
+    source = Recorded(workload, Path(args.histories)) if args.histories else Generated(workload)
+    study = Study(source, cluster, args.steps, progress)
+    outcomes = study.run_all([*TORCHREC, *freescale_variants()])
+    progress.clear()
+    sentences = [findings.verdict(outcomes), *findings.parts_that_do_not_pay(outcomes)]
+    print(in_words.described(study), "", in_words.table(outcomes), "", in_words.shares(outcomes), "", sep="\n")
+    print(in_words.headline_lines(outcomes), *sentences, sep="\n")
+    result: dict[str, Any] = {"simulated": True, **findings.headlines(outcomes), "sentences": sentences}
+    result |= {"workload": asdict(source.workload), "cluster": asdict(cluster), "steps": args.steps}
+    result |= {"planned_owners": study.owners, "parts": findings.part_shares(outcomes)}
+    result["rows"] = [findings.row(o) for o in outcomes]
+    if not args.histories:
+        result["elsewhere"] = _elsewhere(workload, cluster, progress)
+    swept = {axis: sweep.points(axis, workload, cluster, progress) for axis in _axes(args.sweep)}
+    progress.clear()
+    for points in swept.values():
+        print("", in_words.sweep_table(points), sep="\n")
+    result["sweeps"] = {axis: [p.row() for p in points] for axis, points in swept.items()}
+    if args.plots:
+        folder = Path(args.plots)
+        folder.mkdir(exist_ok=True)
+        title = f"{args.ranks} ranks, {cluster.name}, histories up to {args.cap}, batch {args.batch}"
+        made = [plots.variants(outcomes, title, folder / "variants.png")]
+        made += [plots.sweep(points, title, folder / f"{axis}.png") for axis, points in swept.items()]
+        print("", *(f"drawn: {path}" for path in made), sep="\n")
+    if args.json:
+        result["seconds"] = time.monotonic() - began
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _axes(wanted: list[str]) -> tuple[str, ...]:
+    return SWEEPS if "all" in wanted else tuple(dict.fromkeys(wanted))
+
+
+def _elsewhere(workload: Any, cluster: Cluster, progress: Callable[[str], None]) -> dict[str, list[str]]:
+    """The same on one host, and with short histories: does it pay there?"""
+    from freescale.simulate import findings, sweep
+    from freescale.simulate.variants import TORCHREC, freescale_variants
+
+    host = max(min(cluster.ranks_per_host, workload.ranks, 64), 2)
+    short = replace(workload, median=20.0, cap=100, ranks=min(workload.ranks, 64))
+    cases = {
+        f"{host} ranks of one host": ("ranks", float(host), workload),
+        f"{short.ranks} ranks, histories of up to {short.cap}": ("cap", 100.0, short),
+    }
+    found = {}
+    for name, (axis, value, changed) in cases.items():
+        chosen = [*TORCHREC, *freescale_variants()]
+        outcomes = sweep.point(axis, value, changed, cluster, progress, chosen).outcomes
+        found[name] = [findings.verdict(outcomes), *findings.parts_that_do_not_pay(outcomes)]
+    if isinstance(progress, Progress):
+        progress.clear()
+    print("\nelsewhere:", *(f"  {name}: {s}" for name, sentences in found.items() for s in sentences), sep="\n")
+    return found

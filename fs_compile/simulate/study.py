@@ -1,0 +1,130 @@
+"""Simulate one workload on one cluster, in several ways to train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from freescale.simulate import schedule, traced_model, variants
+from freescale.simulate.assignments import Assigner, Assignment
+from freescale.simulate.cluster import Cluster
+from freescale.simulate.events import Program, Simulation
+from freescale.simulate.planned_world import Counts, PlannedWorld
+from freescale.simulate.variants import Variant
+from freescale.simulate.workload import Batch, Source
+
+PLANNED_IDS = 800_000  # of a batch, all ranks together; where there are more, some owners' rows stand for all
+WARM_UP, TAIL = 2, 1  # steps at the start and the end that do not count: there, look-ahead has no neighbour
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Means over steps and ranks."""
+
+    variant: Variant
+    program: Program
+    step_ms: float
+    compute_ms: float
+    exposed_ms: float
+    straggler_ms: float
+
+    @property
+    def exposed(self) -> float:
+        """As a share of the step, as the next two."""
+        return self.exposed_ms / self.step_ms
+
+    @property
+    def straggler(self) -> float:
+        return self.straggler_ms / self.step_ms
+
+    @property
+    def bubbles(self) -> float:
+        return self.exposed + self.straggler
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """What all variants with, or all without, balancing have in common."""
+
+    assignments: list[Assignment]
+    counts: list[Counts]
+
+
+@cache
+def _traced(layers: int, look_ahead: bool) -> dict[str, traced_model.TracedGraph]:
+    return traced_model.trace(layers, look_ahead)
+
+
+@dataclass
+class Study:
+    source: Source
+    cluster: Cluster
+    steps: int = 20
+    progress: Progress = lambda _: None
+    _made: dict[bool, _Batches] = field(default_factory=dict)
+    _drawn: dict[int, Batch] = field(default_factory=dict)
+
+    @property
+    def owners(self) -> int:
+        """Of how many owners the rows are planned."""
+        w = self.source.workload
+        values = int(self.source.lengths(0).sum()) + w.ranks * w.batch
+        return max(1, min(w.ranks, w.ranks * PLANNED_IDS // values))
+
+    def batches(self, balanced: bool) -> _Batches:
+        if balanced not in self._made:
+            w, owners = self.source.workload, self.owners
+            world, assigner = PlannedWorld(w.ranks, owners, w.rows), Assigner(self.source, self.cluster, balanced)
+            assignments, counts, total = [], [], WARM_UP + self.steps + TAIL
+            for step in range(total):
+                self.progress(f"planning {'balanced ' if balanced else ''}batch {step + 1} of {total}")
+                assignments.append(assigner.assign(step))
+                if step not in self._drawn:
+                    self._drawn[step] = self.source.batch(step, owners)
+                done = world.plan(self._drawn[step], assignments[-1].order, assignments[-1].per_rank)
+                counts += [done] if done is not None else []
+            self._made[balanced] = _Batches(assignments, [*counts, world.last()])
+        return self._made[balanced]
+
+    def program(self, variant: Variant) -> Program:
+        made = self.batches(variant.balance)
+        return variants.program_of(variant, lambda look_ahead: self._schedule(made, look_ahead, variant.copies))
+
+    def _schedule(self, made: _Batches, look_ahead: bool, copies: bool) -> Program:
+        """As a rank with mean sizes would compile it, at its first batch, whose rows are all urgent."""
+        self.progress(f"tracing the model {'with' if look_ahead else 'without'} look-ahead")
+        c, (first, second) = self.cluster, made.counts[:2]
+        row = c.dim * c.row_element_bytes
+        sizes = {
+            "urgent rows": first.unique, "urgent gradients": first.urgent_gradients if look_ahead else first.unique,
+            "early rows": second.unique - second.urgent, "late gradients": np.zeros(1),
+        }  # fmt: skip
+        per_token, per_square = np.mean([a.seconds.mean(0) for a in made.assignments], axis=0)
+        link = variants.Traffic(c, len(first.unique), copies)
+        gigabyte = float(link.seconds(np.array([1e9]))[0])
+        traced = _traced(c.layers, look_ahead)
+        return schedule.program_of(
+            traced, per_token, per_square, {k: float(v.mean()) * row for k, v in sizes.items()}, 1e9 / gigabyte
+        )
+
+    def run(self, variant: Variant) -> Outcome:
+        made, program = self.batches(variant.balance), self.program(variant)
+        self.progress(f"simulating {variant.name}")
+        moved = np.array([a.moved_bytes for a in made.assignments])
+        transfers = variants.transfers_of(variant, made.counts, moved, self.cluster)
+        times = Simulation(program, transfers, variants.work_of(variant, made.assignments, self.cluster)).run()
+        counted = slice(WARM_UP, WARM_UP + self.steps)
+
+        def mean_ms(x: np.ndarray) -> float:
+            return float(x[counted].mean() * 1e3)
+
+        means = map(mean_ms, (times.step(), times.compute, times.exposed, times.straggler))
+        return Outcome(variant, program, *means)
+
+    def run_all(self, chosen: Sequence[Variant]) -> list[Outcome]:
+        return [self.run(v) for v in chosen]
