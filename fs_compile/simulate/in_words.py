@@ -24,6 +24,8 @@ def described(study: Study) -> str:
         if isinstance(study.source, Generated)
         else f"recorded ids of {w.rows} rows"
     )
+    if isinstance(study.source, Generated) and abs(colliding - w.collision) > 0.1 * max(w.collision, 0.01):
+        ids += f" (NOT the {w.collision:.1%} of --collision, which --rows {w.rows:g} do not allow)"
     planned = "all rows" if study.owners == w.ranks else f"the rows of {study.owners} owners, which stand for all"
     return "\n".join(
         [

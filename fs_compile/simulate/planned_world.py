@@ -1,7 +1,7 @@
 """Plans of all ranks of a world, in one process: the planning functions of the package, without the network.
 
 What each rank would ask of the others, and what these would answer, is handed over in memory. Only some owners' rows
-are planned (workload.py says which); counts are then scaled to all owners.
+are planned (workload.py says which); the counts of a rank are then scaled to all of its ids.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ class PlannedWorld:
         self._rows = rows
         self._before: list[Requests] | None = None
         self._half: dict[str, np.ndarray] | None = None  # what is known of the batch before
+        self._factors: list[np.ndarray] = []  # of batches that are not complete: ids of each rank over its planned ones
         self._spread = 1.0
 
     def plan(self, batch: Batch, order: np.ndarray, per_rank: np.ndarray) -> Counts | None:
         """`order`: samples rank by rank, `per_rank` of them each. Returns the batch before, which is complete now."""
         ids = batch.ids[spans((np.cumsum(batch.counts) - batch.counts)[order], batch.counts[order])]
-        sizes = np.add.reduceat(batch.counts[order], np.cumsum(per_rank) - per_rank) * (per_rank > 0)
+        sizes = _per_rank(batch.counts[order], per_rank)
         after = self._requests(np.split(ids, np.cumsum(sizes)[:-1]))
         before, self._before = self._before, after
         complete, half = None, {"values": sizes, "unique": _sizes(r.needed.values for r in after)}
+        self._factors.append(_per_rank(batch.values[order], per_rank) / np.maximum(sizes, 1))
         if before is None:
             half |= {"urgent": half["unique"], "urgent_values": sizes}
         else:
@@ -72,7 +74,7 @@ class PlannedWorld:
         return self._scaled({**half, "urgent_gradients": half["unique"], "urgent_gradient_values": half["values"]})
 
     def _scaled(self, counts: dict[str, np.ndarray]) -> Counts:
-        factor = self.ranks / self.owners
+        factor = self._factors.pop(0)
         return Counts(**{name: found * factor for name, found in counts.items()}, owner_spread=self._spread)
 
     # -- what the ranks tell each other ----------------------------------------------------------------------------
@@ -127,6 +129,11 @@ def _handed_over(sent: Sequence[np.ndarray], counts: np.ndarray) -> list[np.ndar
     ordered = everything[spans(starts.T.ravel(), counts.T.ravel())]
     ends = np.cumsum(counts.sum(0))
     return [ordered[ends[j] - counts[:, j].sum() : ends[j]] for j in range(receivers)]
+
+
+def _per_rank(of_samples: np.ndarray, per_rank: np.ndarray) -> np.ndarray:
+    rank = np.repeat(np.arange(len(per_rank)), per_rank)
+    return np.bincount(rank, of_samples, minlength=len(per_rank)).astype(np.int64)
 
 
 def _sizes(arrays: Iterator[torch.Tensor]) -> np.ndarray:

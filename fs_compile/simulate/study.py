@@ -16,7 +16,9 @@ from freescale.simulate.planned_world import Counts, PlannedWorld
 from freescale.simulate.variants import Variant
 from freescale.simulate.workload import Batch, Source
 
-PLANNED_IDS = 800_000  # of a batch, all ranks together; where there are more, some owners' rows stand for all
+# Where a batch has more ids than both, some owners' rows stand for all:
+PLANNED_IDS = 800_000  # all ranks together
+PLANNED_IDS_OF_A_RANK = 2500
 WARM_UP, TAIL = 2, 1  # steps at the start and the end that do not count: there, look-ahead has no neighbour
 
 Progress = Callable[[str], None]
@@ -74,7 +76,8 @@ class Study:
         """Of how many owners the rows are planned."""
         w = self.source.workload
         values = int(self.source.lengths(0).sum()) + w.ranks * w.batch
-        return max(1, min(w.ranks, w.ranks * PLANNED_IDS // values))
+        planned = max(PLANNED_IDS, PLANNED_IDS_OF_A_RANK * w.ranks)
+        return max(1, min(w.ranks, w.ranks * planned // values))
 
     def batches(self, balanced: bool) -> _Batches:
         if balanced not in self._made:

@@ -36,8 +36,8 @@ class Workload:
 class Batch(NamedTuple):
     """Of all ranks together: samples rank by rank, and of each the ids that are planned."""
 
-    lengths: np.ndarray  # [ranks * batch]
-    counts: np.ndarray  # [ranks * batch] how many ids of each sample are planned
+    values: np.ndarray  # [ranks * batch] how many ids each sample has
+    counts: np.ndarray  # [ranks * batch] how many of them are planned
     ids: np.ndarray  # [sum of counts]
 
 
@@ -79,7 +79,7 @@ class Generated:
         block = -(-w.rows // w.ranks)
         mine = min(block * owners, w.rows)  # rows of these owners: every (ranks / owners)th by popularity
         ids = (popularity * owners // w.ranks) * _SCATTER % mine
-        return Batch(lengths, counts, ids)
+        return Batch(values, counts, ids)
 
 
 class Recorded:
