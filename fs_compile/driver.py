@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,7 @@ import freescale.passes
 import freescale.runtime
 from freescale import graph_records, progress
 from freescale.compat import fx_values, inductor, logs
+from freescale.compile_once import compiling_once
 from freescale.config import Config
 from freescale.graph_records import GraphRecord
 from freescale.kernels.ops.schemas import LAUNCH_SUFFIXES
@@ -118,7 +119,8 @@ class Driver(inductor.CustomGraphPass):
         direction, n = direction_of(gm.graph), count_exchanges(gm.graph)
         progress.say(f"compiling the {direction} graph ({n} exchange{'s' * (n != 1)}); this can take a minute")
         self._record, hits, start = None, inductor.cache_hits(), time.perf_counter()
-        with agreement.while_compiling(self.cfg.timeout):  # the backward graph is compiled by itself
+        # the backward graph is compiled by itself
+        with agreement.while_compiling(self.cfg.timeout), compiling_once(gm, self.uuid(), self.cfg.timeout):
             compiled = compile_graph()
         spent, key = time.perf_counter() - start, inductor.cache_key(compiled)
         if inductor.cache_hits() > hits:
@@ -130,6 +132,18 @@ class Driver(inductor.CustomGraphPass):
                 self._to_file(self._record, spent, from_cache=False)
                 if key is not None:
                     graph_records.keep(key, self._record)
+        return compiled
+
+    def compile_interpreted(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile forward and backward without code generation; who observes the passes gets to see them."""
+        start = time.perf_counter()
+        with compiling_once(gm, self.uuid(), self.cfg.timeout):
+            compiled, from_cache = inductor.compile_with_interpreter(
+                gm, inputs, self, lambda: self._record, looked_up=not _observers
+            )
+        for record in from_cache:
+            REPORT.from_cache[record.direction] += 1
+            self._tell_again(record, time.perf_counter() - start)
         return compiled
 
     def count_whole_cache_hit(self, trained: bool) -> None:
@@ -145,16 +159,19 @@ class Driver(inductor.CustomGraphPass):
             log.info("what the passes did to the %s graph when it was compiled is not known here", direction)
             self._to_file(GraphRecord(direction), spent, from_cache=True)
             return
+        self._tell_again(record, spent)
+
+    def _tell_again(self, record: GraphRecord, spent: float) -> None:
         _add_to_report(record)
         self._to_file(record, spent, from_cache=True)
         for name, text in record.texts.items():
             if name in record.sites:
-                log.info("%s %s: %d sites, from torch's cache", direction, name, record.sites[name])
-            logs.trace_artifact(f"freescale_{direction}_{name}", lambda text=text: text)  # type: ignore[misc]
+                log.info("%s %s: %d sites, from torch's cache", record.direction, name, record.sites[name])
+            logs.trace_artifact(f"freescale_{record.direction}_{name}", lambda text=text: text)  # type: ignore[misc]
 
     @property
     def _keeps_texts(self) -> bool:
-        return self.cfg.codegen == "inductor" or bool(self.cfg.record)
+        return inductor.caches_are_on() or bool(self.cfg.record)
 
     def _to_file(self, record: GraphRecord, seconds: float, from_cache: bool) -> None:
         if (recorder := recording.recorder(self.cfg.record)) is not None:

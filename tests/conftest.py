@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import pytest
+import torch._functorch.config
 from hypothesis import settings
 
 import interpreted
@@ -20,6 +21,9 @@ settings.register_profile("same", derandomize=True)
 settings.register_profile("fresh", print_blob=True)
 settings.load_profile("fresh" if FRESH else "same")
 
+# What pytest itself compiles, it compiles to look at it; ranks find each other's graphs in torch's caches (ranks.py).
+torch._functorch.config.enable_autograd_cache = False
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
@@ -30,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """In the process that starts the run; its workers (pytest-xdist) inherit the environment."""
     if hasattr(config, "workerinput"):
         return
-    session_folder.create()
+    # Of torch's caches, too: what is compiled depends on nothing that was there before.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(session_folder.create().name, "compiled")
     # Inductor compiles and runs a program for every instruction set before it believes that the CPU has it: seconds in
     # every fresh cache folder. Here the CPU's own word is enough (0: where the compiler is older than the CPU).
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

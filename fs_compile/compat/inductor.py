@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from freescale.compat import dynamo, fx_values
+from freescale.compat import dynamo, fx_values, interpreted_graph
 
 __all__ = ["CustomGraphPass", "get_hash_for_files"]
 
@@ -39,12 +40,21 @@ def compile_with_inductor(
 
 
 def compile_with_interpreter(
-    gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass
-) -> Callable[..., Any]:
-    """The same graphs and passes as with `compile_with_inductor`, but run as they are by torch itself."""
+    gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass, record: Callable[[], Any], looked_up: bool
+) -> tuple[Callable[..., Any], list[Any]]:
+    """The same graphs and passes as with `compile_with_inductor`, but run as they are by torch itself.
+
+    AOTAutograd's cache keeps them, each with what `record` returns behind the passes; `looked_up`: and gives them back.
+    Returns the records of those that came out of it, too.
+    """
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, inputs, inner_compile=_interpret, config_patches=_patches(post_pass))  # type: ignore
+    interpreted_graph.complete_values(gm)
+    interpreted_graph.take_loaded()
+    compile_one = functools.partial(_interpret, record=record)
+    with interpreted_graph.keeping_graphs(looked_up and not _ranks_talk_while_compiling()):
+        compiled: Any = compile_fx(gm, inputs, inner_compile=compile_one, config_patches=_patches(post_pass))  # type: ignore
+    return compiled, interpreted_graph.take_loaded()
 
 
 def _patches(post_pass: CustomGraphPass) -> dict[str, Any]:
@@ -76,7 +86,9 @@ class _Chain(CustomGraphPass):
         return None if None in ids else repr(ids)
 
 
-def _interpret(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[[list[Any]], Any]:
+def _interpret(
+    gm: fx.GraphModule, inputs: Sequence[Any], record: Callable[[], Any], **kwargs: Any
+) -> Callable[[list[Any]], Any]:
     """An `inner_compile` that ends after the post-grad passes: the graph's own Python code runs.
 
     Boxed: the caller's references end where the graph begins, so memory is freed as it would be.
@@ -89,12 +101,43 @@ def _interpret(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Call
         _recursive_post_grad_passes(gm, is_inference=kwargs.get("is_inference", False))
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
+    if interpreted_graph.graphs_are_kept():
+        return interpreted_graph.InterpretedGraph(gm, record())
 
     def run(args: list[Any]) -> Any:
         return gm.forward(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def caches_are_on() -> bool:
+    import torch
+    from torch._inductor import config
+
+    # Inductor's, without which AOTAutograd's is off too
+    return bool(config.fx_graph_cache) and not torch.compiler.config.force_disable_caches
+
+
+def waiting_for_caches_pays() -> bool:
+    """What another process compiles will be found in a cache, and it needs nobody for it."""
+    return caches_are_on() and not _ranks_talk_while_compiling()
+
+
+def _ranks_talk_while_compiling() -> bool:
+    """Features of torch, off unless asked for, in which ranks compare or measure something in the middle of it."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config
+
+    overlap = getattr(config, "aten_distributed_optimizations", None)
+    return any(
+        (
+            getattr(functorch, "_sync_decision_cross_ranks", False),
+            getattr(config, "distributed_max_autotune_gemm", False),
+            getattr(config, "reorder_for_compute_comm_overlap", False),
+            getattr(overlap, "enable_overlap_scheduling", False),
+        )
+    )
 
 
 def cache_hits() -> int:

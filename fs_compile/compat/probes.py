@@ -18,6 +18,7 @@ from freescale.compat import (
     fbgemm,
     fx_values,
     inductor,
+    interpreted_graph,
     logs,
     nixl,
     torchrec,
@@ -26,8 +27,8 @@ from freescale.compat import (
 )
 
 PROBED = (
-    version, distributed, dynamo, dynamo_settings, compiled_modules, inductor, fx_values, logs, cuda, dlpack,
-    triton_launch, backports, fbgemm, torchrec, nixl,
+    version, distributed, dynamo, dynamo_settings, compiled_modules, inductor, interpreted_graph, fx_values, logs, cuda,
+    dlpack, triton_launch, backports, fbgemm, torchrec, nixl,
 )  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def _other_launches():
 
 
 def test_other_launches_raise_on_every_rank():
-    for error in run_ranks(_other_launches, 2, expect_errors=True):
+    for error in run_ranks(_other_launches, 2, expect_errors=True, compiled_anew=True):
         assert "ranks disagree: what the forward graph launches is ['urgent rows of embedding'] on rank 0" in error
         assert "['rows urgent'] on rank 1" in error
 

@@ -51,7 +51,7 @@ def test_the_record_has_the_graphs(trained):
     for record in records.read(folder).ranks.values():
         assert [g["direction"] for g in record.graph] == ["forward", "backward"]
         forward = record.graph[0]
-        assert forward["sites"]["find_exchanges"] > 0 and forward["exchanges"] == 6 and not forward["from_cache"]
+        assert forward["sites"]["find_exchanges"] > 0 and forward["exchanges"] == 6
         assert list(forward["texts"]) == ["before", *forward["sites"]]
         done = [(e["do"], e["what"]) for e in forward["timeline"] if e["do"] != "compute"]
         assert done.index(("launch", "urgent rows of item")) < done.index(("wait", "urgent rows of item"))

@@ -1,8 +1,9 @@
 """Run a function on several ranks, gloo unless told otherwise, and bring back what each returned.
 
-Ranks come from a forkserver that has torch loaded and warm (warm_ranks.py), so they start in a tenth of a second. What a
-C++ compiler made for one rank serves all others of the run (session_folder.py); graphs are compiled anew, so every rank
-runs the passes.
+Ranks come from a forkserver that has torch loaded and warm (warm_ranks.py), so they start in a tenth of a second. They
+share torch's caches, which begin empty with every run (session_folder.py): a graph that two tests or two ranks have in
+common is traced, passed over and compiled once. Tests of what compiling does, and tests that change what it does, ask
+for `compiled_anew`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def nccl_environment(rank: int) -> dict[str, str]:
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
-def _rank(call, rank, world, backend, store, timeout, env, own, pipe):
+def _rank(call, rank, world, backend, store, timeout, env, cached, pipe):
     os.environ.update({"OMP_NUM_THREADS": "1", **env})
     _keep_bytecode()
     _warnings_are_errors()
@@ -74,10 +75,9 @@ def _rank(call, rank, world, backend, store, timeout, env, own, pipe):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    graphs_too = "TORCHINDUCTOR_CACHE_DIR" in own
-    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = graphs_too
+    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = cached
     # With symbolic sizes, keeping what fake ops return costs more than it saves: a tenth of all compilation.
-    torch._dynamo.config.fake_tensor_cache_enabled = graphs_too
+    torch._dynamo.config.fake_tensor_cache_enabled = False
     try:
         if "nccl" in backend:
             torch.cuda.set_device(0)
@@ -109,11 +109,13 @@ def run_ranks(
     expect_errors: bool = False,
     group_timeout: float | None = None,
     backend: str = "gloo",
+    compiled_anew: bool = False,
 ) -> list[Any]:
     """`fn(*args)` on every rank. With `expect_errors`, each rank's error as text in place of its result.
 
     `group_timeout`: of the process group, if it is not to be that of the whole. `backend`: of the process group, as
-    `init_process_group` takes it; with NCCL, all ranks are on the first GPU.
+    `init_process_group` takes it; with NCCL, all ranks are on the first GPU. `compiled_anew`: each rank compiles its
+    graphs itself and leaves them to nobody.
     """
     warm()
     call = pickle.dumps((fn, args))
@@ -125,7 +127,7 @@ def run_ranks(
             for_nccl = nccl_environment(rank) if "nccl" in backend else {}
             their_env = {"TORCHINDUCTOR_CACHE_DIR": str(session_folder.path() / "compiled"), **for_nccl, **own}
             store, seconds = os.path.join(folder, "store"), group_timeout or timeout
-            arguments = (call, rank, world, backend, store, seconds, their_env, own, theirs)
+            arguments = (call, rank, world, backend, store, seconds, their_env, not compiled_anew, theirs)
             p = _context.Process(target=_rank, args=arguments, daemon=True)
             p.start()
             theirs.close()

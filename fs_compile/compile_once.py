@@ -1,0 +1,101 @@
+"""Processes of one host that need the same graph at the same time: one compiles it, the others take it from the cache.
+
+The others wait until the first is done, and then all go on at once. Whoever then does not find the graph in torch's
+cache compiles it: waiting changes when, never what. The lock is the operating system's, on a file beside torch's cache:
+it ends with the process that holds it. Inside, no rank may wait for another; should one do so all the same, the wait
+ends after `seconds`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from freescale.compat import inductor
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE = 0.1  # seconds between two looks at the lock
+
+
+@contextlib.contextmanager
+def compiling_once(gm: fx.GraphModule, settings: str, seconds: float) -> Iterator[None]:
+    """Around the compilation of a graph: alone, or after whoever was at it (for so many seconds at most)."""
+    file = _open(gm, settings) if fcntl is not None and inductor.waiting_for_caches_pays() else None
+    if file is None:
+        yield
+        return
+    try:
+        alone = _lock(file, fcntl.LOCK_EX)
+        if not alone:
+            _wait(file, seconds)
+        yield
+    finally:
+        # Not only by closing it: a process that was forked meanwhile has the file open too.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(file)
+
+
+def _open(gm: fx.GraphModule, settings: str) -> int | None:
+    folder = Path(inductor.cache_dir()) / "freescale_locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.open(folder / graph_hash(gm, settings), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        log.info("graphs are compiled by every process: %s", error)
+        return None
+
+
+def _lock(file: int, kind: int) -> bool:
+    """Whether this process has it now, or there is nothing to wait for: not every file system knows locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.info("graphs are compiled by every process: %s", error)
+    return True
+
+
+def _wait(file: int, seconds: float) -> None:
+    start, pause = time.monotonic(), 0.005
+    log.info("another process of this host is compiling the same graph; waiting for it")
+    # Shared: all who wait go on together.
+    while not _lock(file, fcntl.LOCK_SH):
+        if time.monotonic() - start > seconds:
+            log.warning("another process still compiles the same graph after %.0f s; no longer waiting", seconds)
+            return
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def graph_hash(gm: fx.GraphModule, settings: str) -> str:
+    """Of what is compiled: code, inputs and settings. Coarser than torch's own keys, which decide what is a hit."""
+    parts = [settings, torch.__version__, str(torch.is_grad_enabled())]
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            inputs = module.graph.find_nodes(op="placeholder")
+            parts += [module.code, *(_text(n.meta.get("example_value", n.meta.get("val"))) for n in inputs)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype} {value.device} {value.requires_grad}"
+    return type(value).__name__
