@@ -107,6 +107,12 @@ def checked_rows(ids, firsts, sizes, table, group_name):
     return torch.cat([i.long() + first for i, first in zip(ids, firsts, strict=True)])
 
 
+def count_values(lengths, reader):
+    """The sums of lengths [keys, samples]. `reader` keeps AOTAutograd from making one node of those of two readers: the
+    sizes that the second has from it would have nothing left that says what they are."""
+    return lengths.sum(1)
+
+
 def checked_weights(weights, ids, features, group_name):
     group = distributed.group_by_name(group_name)
     with launch_record.record_host_wait("planning in the step"):
@@ -144,6 +150,7 @@ for _fn in (
     update_,
     plan_now,
     checked_rows,
+    count_values,
     checked_weights,
     expect_ids,
 ):

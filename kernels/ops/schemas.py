@@ -9,6 +9,7 @@ Counts (rows per peer) are CPU int64 tensors of length world, so a graph does no
 
     plan_now                ids of this batch -> the plan of its exchange, everything urgent (collective)
     checked_rows            ids of this batch -> rows of tables that every rank holds whole (collective)
+    count_values            how many values each key of a KeyedJaggedTensor has
     checked_weights         weights of ids, once every rank has said that it has as many as ids (collective)
     expect_ids              raises unless the ids are the planned ones
     exchange_forward        rows from their owners to the ranks that requested them
@@ -36,6 +37,7 @@ lib.define(
     "Tensor rows, Tensor send_counts, Tensor own_rows, Tensor own_order, Tensor own_ends)"
 )
 lib.define("checked_rows(Tensor[] ids, int[] firsts, int[] sizes, str table, str group_name) -> Tensor")
+lib.define("count_values(Tensor lengths, str reader) -> Tensor")
 lib.define("checked_weights(Tensor weights, Tensor ids, str features, str group_name) -> Tensor")
 lib.define("expect_ids(Tensor token, Tensor[] ids, Tensor planned, Tensor step, str table) -> Tensor")
 lib.define(
@@ -105,6 +107,11 @@ def _plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
 @torch.library.register_fake("freescale::checked_rows", lib=lib)
 def _checked_rows(ids, firsts, sizes, table, group_name):
     return ids[0].new_empty(sum(i.shape[0] for i in ids), dtype=torch.int64)
+
+
+@torch.library.register_fake("freescale::count_values", lib=lib)
+def _count_values(lengths, reader):
+    return lengths.new_empty(lengths.shape[0], dtype=torch.int64)
 
 
 @torch.library.register_fake("freescale::checked_weights", lib=lib)

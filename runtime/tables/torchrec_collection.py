@@ -31,6 +31,7 @@ class CollectionTables:
         self.joined: dict[str, list[str]] = {}  # outputs whose columns come apart: what to join, in order
         self.replicated: list[ReplicatedTables] = []
         env = torchrec.sharding_env(collection)
+        self.label = torchrec.qualified_name(collection) or "embeddings"
         self.world_size, entries = env.world_size, []
         for kind, sharding, lookup in torchrec.shardings(collection):
             if kind == "data_parallel":
@@ -50,8 +51,7 @@ class CollectionTables:
         arguments = (emb, descriptions, layout.dim, dtype, device, env.world_size)
         pooled = torchrec.is_pooled_collection(collection)
         table = FbgemmBags(*arguments, own.tables if own else []) if pooled else FbgemmTable(*arguments)
-        label = f"{torchrec.qualified_name(collection) or 'embeddings'}.{kind}"
-        entries = layout.features_and_tables()
+        entries, label = layout.features_and_tables(), f"{self.label}.{kind}"
         self.exchanges.append(Exchange(label, table, layout.shards, layout.table_rows, entries, env.process_group))
         self.output_names.append([e.output for e in layout.entries])
 
@@ -158,7 +158,7 @@ def value_counts(
         torch._assert_async(lengths.sum() == values.shape[0], _LENGTHS_MISS_VALUES)
         planned = plan.value_counts.of_each_key()
         return {key: planned[key] for key in keys}  # of other values, expect_ids will say so
-    counts = lengths.sum(1).tolist()  # waits for the device
+    counts = torch.ops.freescale.count_values(lengths, tables.label).tolist()  # waits for the device
     for n in counts:
         torch._check(n >= 0)
     torch._check(sum(counts) == values.shape[0], lambda: _LENGTHS_MISS_VALUES)

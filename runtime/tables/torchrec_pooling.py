@@ -33,7 +33,6 @@ class PooledTables(CollectionTables):
         self.keys = torchrec.pooled_output_names(collection)
         self.key_widths = torchrec.pooled_output_widths(collection)
         self.in_order = [part for key in self.keys for part in self.joined.get(key, [key])]
-        self.label = torchrec.qualified_name(collection) or "embeddings"
 
     def _add_exchange(self, collection: Any, kind: str, layout: ExchangeLayout, lookup: Any) -> None:
         super()._add_exchange(collection, kind, layout, lookup)

@@ -263,9 +263,9 @@ def _sentences() -> bool:
 
     rank = dist.get_rank()
     torch.manual_seed(0)
-    column = trec.shard(trec.Model(), trec.LAYOUTS["column_wise"], "sgd")
-    with pytest.raises(ValueError, match="no sharded table that .* serves it: ec: table 'user' is sharded column_wise. Loop"):
-        freescale.LookaheadLoader([], _in_place(column))
+    ema = trec.shard(trec.Model(), trec.LAYOUTS["row_wise"], "ema")
+    with pytest.raises(ValueError, match="no sharded table that .* serves it: ec: tables .* optimizer is ema.* Loop"):
+        freescale.LookaheadLoader([], _in_place(ema))
     indices = trec.Model()
     from torchrec import EmbeddingCollection
 

