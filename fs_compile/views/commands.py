@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from freescale import config
 from freescale.views import page, profile, records, trace
 from freescale.views.summary import summarize
 from freescale.views.text import text_report
@@ -47,7 +47,7 @@ def explain(args: argparse.Namespace) -> int:
         return _refuse("explain needs a command: python -m freescale explain -- torchrun train.py")
     with tempfile.TemporaryDirectory(prefix="freescale-explain-") as folder:
         try:
-            code = subprocess.run(command, env={**os.environ, "FREESCALE_RECORD": folder}, check=False).returncode
+            code = subprocess.run(command, env=config.environment(record=folder), check=False).returncode
         except OSError as error:
             return _refuse(f"{command[0]} cannot be run: {error.strerror or error}")
         if code:

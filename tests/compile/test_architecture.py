@@ -18,9 +18,9 @@ FOLDERS = {"freescale": "fs_compile", "freescale.passes": "passes", "freescale.k
 # is one of its own, since everybody may ask for the settings. The front door (freescale/__init__, which imports nothing
 # until a name is used, and the command line) is open to all and used by none.
 ROOMS = (
-    "freescale.views",
     "freescale.compat",
     "freescale.config",
+    "freescale.views",
     "freescale.kernels.native",
     "freescale.kernels.ops",
     "freescale.kernels.planning",
