@@ -8,7 +8,7 @@ from typing import Any
 
 from freescale.views import svg
 from freescale.views.records import PARTS, Run, mean, settled
-from freescale.views.summary import CLASSES, summarize
+from freescale.views.summary import CLASSES, head_lines, summarize
 from freescale.views.text import MEANING, milliseconds, size
 from freescale.views.timeline import lanes_of_graphs
 
@@ -42,6 +42,10 @@ def explain_page(run: Run) -> str:
     return _document(f"freescale explain: run {s['run']}", [_head(s), _graphs(run, s, open_texts=True)])
 
 
+def _head(s) -> str:
+    return f"<p>{escape(' '.join(head_lines(s)))}</p>"
+
+
 def _document(title: str, parts: list[str]) -> str:
     body = "\n".join(p for p in parts if p)
     return (
@@ -54,17 +58,6 @@ def _document(title: str, parts: list[str]) -> str:
 def _key(names: dict[str, str]) -> str:
     spans = (f'<span class="key"><i class="{c}"></i>{escape(text)}</span>' for c, text in names.items())
     return f"<p>{''.join(spans)}</p>"
-
-
-def _head(s: dict[str, Any]) -> str:
-    lines = [f"{s['world']} ranks, {s['steps']} steps, torch {s['torch']}, {s['device']}."]
-    if s["ranks_missing"]:
-        lines.append(f"No record of rank {', '.join(map(str, s['ranks_missing']))}.")
-    if s["cut_off"]:
-        lines.append(f"The record of rank {', '.join(map(str, s['cut_off']))} ends in the middle of a line.")
-    if not s["steps"]:
-        lines.append("No step has ended.")
-    return f"<p>{escape(' '.join(lines))}</p>"
 
 
 def _shares(s: dict[str, Any]) -> str:

@@ -35,6 +35,18 @@ def summarize(run: Run) -> dict[str, Any]:
     }
 
 
+def head_lines(s: dict[str, Any]) -> list[str]:
+    """What was recorded, and what of it is missing, in sentences."""
+    lines = [f"{s['world']} ranks, {s['steps']} steps, torch {s['torch']}, {s['device']}."]
+    if s["ranks_missing"]:
+        lines.append(f"No record of rank {', '.join(map(str, s['ranks_missing']))}.")
+    if s["cut_off"]:
+        lines.append(f"The record of rank {', '.join(map(str, s['cut_off']))} ends in the middle of a line.")
+    if not s["steps"]:
+        lines.append("No step has ended.")
+    return lines
+
+
 def rank_summary(rank: RankRecord) -> dict[str, Any]:
     steps = settled(rank.step)
     entry: dict[str, Any] = {"steps": len(rank.step), "step_seconds": median(s["seconds"] for s in steps)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from freescale.views.records import PARTS
+from freescale.views.summary import head_lines
 
 MEANING = {
     "compute": "compute",
@@ -30,19 +31,9 @@ def size(count: float) -> str:
 
 
 def text_report(summary: dict[str, Any]) -> str:
-    parts = [_head(summary), _where(summary), _ranks(summary), _traffic(summary), _balance(summary), _graphs(summary)]
+    head = "\n".join([f"run {summary['run']}", *head_lines(summary)])
+    parts = [head, _where(summary), _ranks(summary), _traffic(summary), _balance(summary), _graphs(summary)]
     return "\n\n".join(p for p in parts if p)
-
-
-def _head(s: dict[str, Any]) -> str:
-    lines = [f"run {s['run']}: {s['world']} ranks, {s['steps']} steps, torch {s['torch']}, {s['device']}"]
-    if s["ranks_missing"]:
-        lines.append(f"no record of rank {', '.join(map(str, s['ranks_missing']))}")
-    if s["cut_off"]:
-        lines.append(f"the record of rank {', '.join(map(str, s['cut_off']))} ends in the middle of a line")
-    if not s["steps"]:
-        lines.append("no step has ended")
-    return "\n".join(lines)
 
 
 def _where(s: dict[str, Any]) -> str:

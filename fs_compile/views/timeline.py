@@ -63,11 +63,11 @@ def text_timeline(graphs: list[dict[str, Any]]) -> str:
         lines.append(f"{g['direction']} graph: {g['exchanges']} exchanges")
         for e in g.get("timeline", []):
             if e["do"] == "launch":
-                what = f"launch {e['what']} ({e['kind']}): {e['bytes']} bytes, {e['seconds'] * 1e3:.3f} ms on the wire"
+                what = f"launch {e['what']} ({e['kind']}): {e['bytes']} bytes, {e['seconds'] * 1e3:.4f} ms on the wire"
             elif e["do"] == "wait":
                 what = f"wait for {e['what']}"
             else:
-                what = f"  compute {e['seconds'] * 1e3:.3f} ms: {e['nodes']} nodes, the longest {e['what']}"
+                what = f"  compute {e['seconds'] * 1e3:.4f} ms: {e['nodes']} nodes, the longest {e['what']}"
             lines.append(f"  {what}")
         lines += [f"  {why}" for why in g["refused"]]
     _, seconds, exposed = predict(graphs, 1)

@@ -106,15 +106,20 @@ def existing_tables_of(module: Any) -> CollectionTables | None:
 # ---- the traced forward ------------------------------------------------------------------------------------
 
 
+def parts_of(features: Any) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """Keys, values, and lengths [keys, samples] of a KeyedJaggedTensor."""
+    keys, lengths = features.keys(), features.lengths()
+    samples = lengths.shape[0] // len(keys)
+    if samples == 1:  # one sample makes a graph of its own (dynamo_settings.specialize_sizes_of_one)
+        samples = 1
+    return keys, features.values(), lengths.view(len(keys), samples)
+
+
 def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, Any]:
     """What the collection's forward returns. `divide`: gradients are divided by the number of ranks."""
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
-    keys, values, lengths = features.keys(), features.values(), features.lengths()
-    samples = lengths.shape[0] // len(keys)
-    if samples == 1:  # one sample makes a graph of its own (dynamo_settings.specialize_sizes_of_one)
-        samples = 1
-    lengths = lengths.view(len(keys), samples)
+    keys, values, lengths = parts_of(features)
     counts = value_counts(tables, keys, values, lengths)
     lengths_of = {key: lengths[i] for i, key in enumerate(keys)}
     outputs: dict[str, Any] = {}

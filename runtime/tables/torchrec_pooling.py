@@ -16,7 +16,7 @@ import torch
 from freescale.compat import torchrec
 from freescale.runtime.tables import torchrec_collection
 from freescale.runtime.tables.fbgemm_bags import FbgemmBags
-from freescale.runtime.tables.torchrec_collection import CollectionTables, value_counts, values_of
+from freescale.runtime.tables.torchrec_collection import CollectionTables, parts_of, value_counts, values_of
 from freescale.runtime.tables.torchrec_layout import Entry, ExchangeLayout
 
 SUM, MEAN_OF_BAG, MEAN_OF_SUMS, SUM_BESIDE_MEAN = range(4)  # how a feature is pooled
@@ -61,11 +61,8 @@ def look_up_pooled(tables: PooledTables, features: Any, divide: bool) -> Any:
     """What the collection's forward returns. `divide`: gradients are divided by the number of ranks."""
     from torchrec.sparse.jagged_tensor import KeyedTensor
 
-    keys, values, lengths = features.keys(), features.values(), features.lengths()
-    samples = lengths.shape[0] // len(keys)
-    if samples == 1:  # one sample makes a graph of its own (dynamo_settings.specialize_sizes_of_one)
-        samples = 1
-    lengths = lengths.view(len(keys), samples)
+    keys, values, lengths = parts_of(features)
+    samples = lengths.shape[1]
     counts = value_counts(tables, keys, values, lengths)
     weights = _weights(tables, features, values)
     pooled: dict[str, torch.Tensor] = {}

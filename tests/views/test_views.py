@@ -80,13 +80,13 @@ def test_names_are_escaped(tmp_path):
 def test_a_run_without_steps(tmp_path):
     write(tmp_path, world=1, lines=[graph(exchanges=0, timeline=[], texts={})])
     run = records.read(tmp_path)
-    assert "no step has ended" in text.text_report(summary.summarize(run)) and "No step has ended" in page.page(run)
+    assert "No step has ended" in text.text_report(summary.summarize(run)) and "No step has ended" in page.page(run)
 
 
 def test_a_killed_rank_and_one_without_a_record(tmp_path):
     write(tmp_path, 1, lines=[step(0)], tail='{"kind": "step", "ste')
     said = text.text_report(summary.summarize(records.read(tmp_path)))
-    assert "no record of rank 0" in said and "rank 1 ends in the middle of a line" in said
+    assert "No record of rank 0" in said and "rank 1 ends in the middle of a line" in said
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_predicted_timeline():
     assert seconds == pytest.approx(0.004) and exposed == pytest.approx(0.001)
     assert [len(blocks[lane]) for lane in timeline.LANES] == [1, 1, 0, 0]
     said = timeline.text_timeline([graph()])
-    assert said.index("launch urgent rows") < said.index("compute 3.000 ms") < said.index("wait for urgent rows")
+    assert said.index("launch urgent rows") < said.index("compute 3.0000 ms") < said.index("wait for urgent rows")
     assert timeline.lanes_of_graphs([graph(timeline=[])]) == []
 
 
