@@ -8,6 +8,7 @@ for `compiled_anew`.
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 import multiprocessing as mp
 import os
@@ -29,8 +30,10 @@ import torch
 
 import session_folder
 
-# Importing Inductor touches CUDA where there is one, and a process forked after that cannot use it: spawn there.
-_context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+# Importing Inductor touches CUDA's driver where there is one, GPUs hidden or not: it starts a thread, and a process
+# forked after that cannot use CUDA. Spawn there.
+HAS_DRIVER = torch.backends.cuda.is_built() and ctypes.util.find_library("cuda") is not None
+_context = mp.get_context("spawn" if torch.cuda.is_available() or HAS_DRIVER else "forkserver")
 HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu"))
 
 
