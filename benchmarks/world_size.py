@@ -7,8 +7,8 @@ ranks      Real gloo ranks on this machine train a small model over a LookaheadL
            Each rank has 40,000 ids, of 128 samples, say, however many ranks there are; planning also with 4,000 ids.
            With more ranks than cores they wait for each other to get a core, so CPU time per rank stands beside the
            wall time, and growth is that of CPU time.
-features   Compile time of one collection's graphs with 8 and with 64 features (TorchRec, one table each, looked ahead,
-           without code generation).
+features   CPU time of a process until a collection of 8 and one of 64 features has done its first step (TorchRec, one
+           table each, looked ahead), with empty caches, with generated code and without.
 graphs     Compile time, graph size and guards in fake worlds (nothing travels) of 8 to 1024 ranks.
 
 Growth is fitted as a + b * ranks (by least squares on relative errors), from which 1024 and 4096 ranks are estimated:
@@ -25,6 +25,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from command_line import parser
 
 SUPPORT = Path(__file__).resolve().parent.parent / "tests" / "support"
 QUANTITIES = ("start-up", "agreement", "meeting", "requests", "plans", "requests, few ids", "plans, few ids")
+FEATURE_HEADLINES = ("compile_64_over_8_features", "compile_64_over_8_features_eager")
 PARTS = ("ranks", "features", "graphs")
 HEADLINES = {
     "startup_growth_8_to_64": ("start-up", "agreement"),
@@ -137,7 +139,7 @@ def show_ranks(rows: list[dict[str, Any]]) -> dict[str, Any]:
 # ---- features --------------------------------------------------------------------------------------------------------
 
 
-def compile_seconds(features: int) -> float:
+def compile_seconds(features: int, codegen: str) -> float:
     """Until the first step of a collection of so many features is done, in this process."""
     import torch
     import torch.distributed as dist
@@ -171,7 +173,7 @@ def compile_seconds(features: int) -> float:
         return KeyedJaggedTensor(keys=names, values=values, lengths=lengths)
 
     model = trec.shard(Model(), {f"of {n}": "row_wise" for n in names}, "rowwise_adagrad")
-    model.compile(backend="freescale", options={"codegen": "eager"})
+    model.compile(backend="freescale", options={"codegen": codegen})
     for b in freescale.LookaheadLoader([batch(i) for i in range(2)], model):
         began = time.process_time()
         model(b).backward()
@@ -202,23 +204,32 @@ def compile_in_fake_world(world: int) -> dict[str, float]:
     return {"ranks": world, "seconds": seconds, "nodes": nodes, "guards": guards}
 
 
-def in_a_fresh_process(part: str, number: int) -> Any:
-    command = [sys.executable, "-W", "ignore", __file__, "--one", part, str(number)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def in_a_fresh_process(part: str, number: int, *more: str) -> Any:
+    command = [sys.executable, "-W", "ignore", __file__, "--one", part, str(number), *more]
+    with tempfile.TemporaryDirectory() as caches:  # empty: as at the first start
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": caches}
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         sys.exit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure_features(repetitions: int) -> dict[str, Any]:
-    seconds: dict[int, list[float]] = {8: [], 64: []}
+    seconds: dict[str, dict[int, list[float]]] = {c: {8: [], 64: []} for c in ("inductor", "eager")}
     for _ in range(repetitions):
-        for features in seconds:
-            seconds[features].append(in_a_fresh_process("features", features))
-    medians = {features: statistics.median(s) for features, s in seconds.items()}
-    for features, s in seconds.items():
-        print(f"{features} features: first step after {medians[features]:.1f} s of CPU ({min(s):.1f} to {max(s):.1f})")
-    return {"feature_seconds": seconds, "compile_64_over_8_features": medians[64] / medians[8]}
+        for codegen in seconds:
+            for features in seconds[codegen]:
+                seconds[codegen][features].append(in_a_fresh_process("features", features, codegen))
+    result: dict[str, Any] = {"feature_seconds": seconds}
+    for codegen, of in seconds.items():
+        for features, s in of.items():
+            print(
+                f"{features} features, {codegen}: first step after {statistics.median(s):.1f} s of CPU"
+                f" ({min(s):.1f} to {max(s):.1f})"
+            )
+        headline = "compile_64_over_8_features" + ("" if codegen == "inductor" else "_eager")
+        result[headline] = statistics.median(of[64]) / statistics.median(of[8])
+    return result
 
 
 def measure_graphs(repetitions: int) -> dict[str, Any]:
@@ -240,7 +251,7 @@ def arguments() -> argparse.Namespace:
     p = parser(__doc__, "one repetition instead of three, at most 8 ranks unless --ranks says so, no features")
     p.add_argument("--ranks", type=int, nargs="+", help="numbers of real ranks (default 2 4 8 16 32 64)")
     p.add_argument("--parts", nargs="+", choices=PARTS, help="default: all")
-    p.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    p.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     args = p.parse_args()
     args.ranks = args.ranks or ([2, 4, 8] if args.quick else [2, 4, 8, 16, 32, 64])
     args.parts = args.parts or (["ranks", "graphs"] if args.quick else list(PARTS))
@@ -251,11 +262,12 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     args = arguments()
     if args.one:
-        part, number = args.one[0], int(args.one[1])
-        print(json.dumps(compile_seconds(number) if part == "features" else compile_in_fake_world(number)))
+        part, number, *more = args.one
+        measure = compile_seconds if part == "features" else compile_in_fake_world
+        print(json.dumps(measure(int(number), *more)))
         return
     repetitions = 1 if args.quick else 3
-    result: dict[str, Any] = dict.fromkeys((*HEADLINES, "compile_64_over_8_features"))
+    result: dict[str, Any] = dict.fromkeys((*HEADLINES, *FEATURE_HEADLINES))
     if "ranks" in args.parts:
         rows = measure_ranks(args.ranks, repetitions)
         result |= {"cores": os.cpu_count(), "rank_rows": rows} | show_ranks(rows)
@@ -264,7 +276,7 @@ def main() -> None:
     if "graphs" in args.parts:
         result |= measure_graphs(repetitions)
     print()
-    for name in (*HEADLINES, "compile_64_over_8_features", "compile_time_1024_over_8"):
+    for name in (*HEADLINES, *FEATURE_HEADLINES, "compile_time_1024_over_8"):
         if result.get(name) is not None:
             print(f"{name}: {result[name]:.2f}")
     if args.json:

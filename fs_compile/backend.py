@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from freescale import config
-from freescale.compat import backports, compiled_modules, dynamo, dynamo_settings, inductor, logs
+from freescale.compat import backports, compiled_modules, dynamo, dynamo_settings, inductor, logs, planned_sizes
 from freescale.driver import Driver
 from freescale.kernels.transports import open_transports
 from freescale.runtime import agreement
@@ -47,8 +47,9 @@ def freescale(
         torchrec_support.raise_if_unsupported(cfg)
         frame = dynamo.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1
-        with agreement.while_compiling(cfg.timeout):
+        with agreement.while_compiling(cfg.timeout), planned_sizes.without_contiguity():
             compiled = _compile(gm, inputs, Driver(cfg))
+        planned_sizes.drop_implied_guards()
     except Exception as error:
         agreement.post_failure(error)
         raise

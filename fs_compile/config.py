@@ -29,7 +29,7 @@ PREFIX = "FREESCALE_"
 
 # The passes in the order in which they run. A name here is also the module and the function in
 # freescale.passes.
-PASS_NAMES = ("find_exchanges", "split_exchanges", "gather_parts", "overlap_attention", "lower_copies")
+PASS_NAMES = ("find_exchanges", "split_exchanges", "join_pieces", "gather_parts", "overlap_attention", "lower_copies")
 
 
 class ConfigError(ValueError):

@@ -9,6 +9,7 @@ from torch import fx
 from freescale.config import PASS_NAMES, Config
 from freescale.passes.find_exchanges import find_exchanges
 from freescale.passes.gather_parts import gather_parts
+from freescale.passes.join_pieces import join_pieces
 from freescale.passes.lower_copies import lower_copies
 from freescale.passes.overlap_attention import overlap_attention
 from freescale.passes.split_exchanges import split_exchanges
@@ -18,6 +19,7 @@ Pass = Callable[[fx.GraphModule, Config], int]
 _BY_NAME: dict[str, Pass] = {
     "find_exchanges": find_exchanges,
     "split_exchanges": split_exchanges,
+    "join_pieces": join_pieces,
     "gather_parts": gather_parts,
     "overlap_attention": overlap_attention,
     "lower_copies": lower_copies,

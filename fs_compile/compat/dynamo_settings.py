@@ -86,7 +86,7 @@ def specialize_sizes_of_one() -> None:
         do_not_specialize_zero_one: bool = False,
         **kwargs: Any,
     ) -> Any:
-        planned = PLANNED in _source_name(source)
+        planned = PLANNED in source_name(source)
         is_base = getattr(getattr(source, "base", None), "member", None) == "_base"  # of a view
         not_asked_for = is_base or (dynamic_dim is DimDynamic.DYNAMIC and constraint_dim is None)
         if not_asked_for and _is_gradient(source) and not planned:
@@ -107,7 +107,7 @@ def specialize_sizes_of_one() -> None:
     ShapeEnv.create_symbol = create_symbol  # type: ignore[method-assign, assignment]
 
 
-def _source_name(source: Any) -> str:
+def source_name(source: Any) -> str:
     return source.name() if callable(source.name) else source.name  # a method before 2.13
 
 

@@ -28,6 +28,11 @@ def _shape_env() -> Any:
     return V.fake_mode.shape_env
 
 
+def expression(size: Any) -> Any:
+    """A size, symbolic or not, as what equals by its form alone."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else sympy.sympify(size)
+
+
 def fake_value(node: fx.Node) -> Any:
     """What a new call_function node computes, as fake tensors, from the values of its arguments."""
 

@@ -21,14 +21,15 @@ from freescale.compat import (
     interpreted_graph,
     logs,
     nixl,
+    planned_sizes,
     torchrec,
     triton_launch,
     version,
 )
 
 PROBED = (
-    version, distributed, dynamo, dynamo_settings, compiled_modules, inductor, interpreted_graph, fx_values, logs, cuda,
-    dlpack, triton_launch, backports, fbgemm, torchrec, nixl,
+    version, distributed, dynamo, dynamo_settings, planned_sizes, compiled_modules, inductor, interpreted_graph,
+    fx_values, logs, cuda, dlpack, triton_launch, backports, fbgemm, torchrec, nixl,
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import sympy
 import torch
 
 import trec
@@ -125,3 +126,42 @@ def _two_collections_of_one_kjt() -> float:
 def test_generated_code_of_collections_that_share_a_kjt():
     """Each reads the lengths. Were these one node of the graph, sizes of the second collection would be unknown."""
     assert max(run_ranks(_two_collections_of_one_kjt, 1)) <= 1e-5
+
+
+def test_what_growing_slots_imply():
+    """Sizes of slots that grow from one to the next: which relations hold for all of them, and which for some."""
+    from freescale.compat.planned_sizes import _is_implied
+
+    a, b, c, other = sympy.symbols("a b c other", integer=True)
+    slots = [a, b, c]
+    for implied in (sympy.Ge(b - a, 0), sympy.Le(a, c), sympy.Ge(c + b, 2 * a), sympy.Le(b, c + a), sympy.Ge(c, -3)):
+        assert _is_implied(implied, slots), implied
+    for open_question in (
+        sympy.Ge(a, b), sympy.Ge(c - b, 1), sympy.Gt(b, a), sympy.Eq(a, b), sympy.Ne(a, 1), sympy.Ge(2 * b, c + a),
+        sympy.Le(a, other), sympy.Ge(a * b, 0), sympy.Ge(sympy.Mod(c, 2), 0),
+    ):  # fmt: skip
+        assert not _is_implied(open_question, slots), open_question
+
+
+def _guards_of_sizes():
+    import torch._dynamo.guards as guards
+
+    import freescale
+
+    code, build = [], guards.build_guard_function
+
+    def keep(parts, closure_args):
+        code.extend(parts)
+        return build(parts, closure_args)
+
+    guards.build_guard_function = keep
+    model = trec.build("row_wise", "rowwise_adagrad", small=True)
+    model.compile(backend="freescale", options={"codegen": "eager"})
+    for features, weight in freescale.LookaheadLoader([trec.batch(s, 0, samples=4) for s in range(2)], model):
+        model(features, weight).backward()
+    return [part for part in code if part.count("slots[") > 1]
+
+
+def test_no_guard_compares_slots():
+    """They grow, whatever the batch: a plan's sizes make neither recompilations nor checks in each step."""
+    assert run_ranks(_guards_of_sizes, 1) == [[]]

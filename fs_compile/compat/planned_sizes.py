@@ -1,0 +1,86 @@
+"""Graphs of many features: what torch would work out about each of their sizes, and nobody asks for.
+
+A plan holds where the values of each key end, as the sizes of `value_counts.slots` (runtime/tables/step_plan.py), which
+grow from key to key. Each cut between two features makes torch ask whether they do, and check it again in every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+
+from freescale.compat import dynamo_settings
+
+_SLOT = re.compile(r"(.*\bfreescale_plan\b.*\.slots)\[(\d+)\]\.size\(\)\[0\]")
+
+
+@contextlib.contextmanager
+def without_contiguity() -> Iterator[None]:
+    """AOTAutograd does not note for every node which memory formats it may have, of which Inductor reads none."""
+    from torch.fx.experimental import proxy_tensor
+
+    extract = proxy_tensor._extract_tensor_metadata
+    proxy_tensor._extract_tensor_metadata = functools.partial(extract, include_contiguity=False)
+    try:
+        yield
+    finally:
+        proxy_tensor._extract_tensor_metadata = extract
+
+
+def drop_implied_guards() -> int:
+    """Called by a backend when it has traced: what holds because slots grow is no guard. Returns how many were."""
+    context = torch._guards.TracingContext.try_get()
+    shape_env = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    if shape_env is None:
+        return 0
+    slots = _slots(shape_env)
+    kept = [g for g in shape_env.guards if not any(_is_implied(g.expr, of_plan) for of_plan in slots)]
+    dropped = len(shape_env.guards) - len(kept)
+    shape_env.guards[:] = kept
+    return dropped
+
+
+def _slots(shape_env: Any) -> list[list[sympy.Symbol]]:
+    """The symbols of each plan's slots, in their order."""
+    plans: dict[str, dict[int, sympy.Symbol]] = {}
+    for symbol, sources in shape_env.var_to_sources.items():
+        for source in sources:
+            if match := _SLOT.fullmatch(dynamo_settings.source_name(source)):
+                plans.setdefault(match[1], {})[int(match[2])] = shape_env.replace(symbol)
+    ordered = [[slots[i] for i in sorted(slots)] for slots in plans.values()]
+    return [slots for slots in ordered if all(isinstance(s, sympy.Symbol) for s in slots)]
+
+
+def _is_implied(relation: sympy.Basic, slots: list[sympy.Symbol]) -> bool:
+    """Whether 0 <= slots[0] <= slots[1] <= ... is enough for `relation` to hold.
+
+    As a linear form in the steps between slots, none of which is negative, it must have no negative coefficient.
+    """
+    if not isinstance(relation, (sympy.Ge, sympy.Le)):
+        return False
+    terms = dict((relation.gts - relation.lts).as_coefficients_dict())
+    if terms.pop(sympy.S.One, 0) < 0:
+        return False
+    coefficient = 0  # of the step that ends in a slot: of that slot and of all behind it
+    for slot in reversed(slots):
+        coefficient += terms.pop(slot, 0)
+        if coefficient < 0:
+            return False
+    return not terms
+
+
+def probe() -> None:
+    """Raise if a private name that is used here is gone."""
+    from torch.fx.experimental import proxy_tensor, symbolic_shapes
+
+    assert "include_contiguity" in inspect.signature(proxy_tensor._extract_tensor_metadata).parameters
+    shape_env = symbolic_shapes.ShapeEnv()
+    assert isinstance(shape_env.guards, list) and isinstance(shape_env.var_to_sources, dict)
+    assert callable(shape_env.replace) and hasattr(symbolic_shapes.ShapeGuard, "expr")
