@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from freescale.runtime.meter import METER as meter
     from freescale.runtime.samples.batch_balancer import BalanceOptions
     from freescale.runtime.scalars import log_to
-    from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
+    from freescale.runtime.tables.sharded_embedding import ShardedEmbedding, ShardedEmbeddingCollection
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "LengthCost",
     "LookaheadLoader",
     "ShardedEmbedding",
+    "ShardedEmbeddingCollection",
     "__version__",
     "balance",
     "log_to",
@@ -40,6 +41,7 @@ _LAZY = {
     "LengthCost": "freescale.runtime.balance.sample_cost:LengthCost",
     "LookaheadLoader": "freescale.runtime.lookahead.loader:LookaheadLoader",
     "ShardedEmbedding": "freescale.runtime.tables.sharded_embedding:ShardedEmbedding",
+    "ShardedEmbeddingCollection": "freescale.runtime.tables.sharded_embedding:ShardedEmbeddingCollection",
     "balance": "freescale.runtime.balance.solver:balance",
     "log_to": "freescale.runtime.scalars:log_to",
     "meter": "freescale.runtime.meter:METER",

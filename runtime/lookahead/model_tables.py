@@ -14,7 +14,7 @@ import torch
 
 from freescale.compat import compiled_modules, torchrec
 from freescale.runtime.tables import torchrec_pooling, torchrec_support
-from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
+from freescale.runtime.tables.sharded_embedding import NativeTables
 from freescale.runtime.tables.table_exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _own_exchanges(module: torch.nn.Module) -> list[Exchange]:
-    if isinstance(module, ShardedEmbedding):
+    if isinstance(module, NativeTables):
         return [module._exchange]
     if torchrec.is_sharded_collection(module) and torchrec_support.unsupported_reason(module) is None:
         return torchrec_pooling.tables_of(module).exchanges

@@ -1,8 +1,10 @@
-"""A torch-only sharded table, for where FBGEMM has no build. Optimizer formulas are FBGEMM's exact ones."""
+"""Sharded tables in torch alone, for where FBGEMM has no build. Optimizer formulas are FBGEMM's exact ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,19 +17,18 @@ from freescale.runtime.tables import initial_rows
 from freescale.runtime.tables.table_exchange import Exchange
 
 
-class ShardedEmbedding(nn.Module):
-    """An embedding table whose rows are spread over the ranks of a process group.
+class _Table(NamedTuple):
+    name: str
+    rows: int
+    sharding: str
+    owner: int
 
-    `forward(ids)` takes any 1-D integer tensor and returns its rows; the backward pass updates the table, as
-    TorchRec's fused tables do, so the table has no `.grad` and is not among the module's parameters.
 
-    sharding: "row_wise" (equal blocks of rows) or "table_wise" (all rows on rank `owner`).
-    gradient_division: divide gradients by the number of ranks, as TorchRec does by default.
+class NativeTables(nn.Module):
+    """Tables of one width and one optimizer, spread over the ranks of a process group, with one exchange for all.
 
-    Values begin uniform between -1/sqrt(num_embeddings) and 1/sqrt(num_embeddings). Each rank makes its own rows alone.
-    They follow from one number of torch's CPU generator: with the same `torch.manual_seed` on all ranks, a table begins
-    with the same numbers on any number of ranks, however it is sharded, and on any device.
-    The learning rate is the attribute `lr` and may be changed at any time.
+    The table has no `.grad` and is not among the module's parameters: the backward pass updates it. A rank's part of
+    all tables is one tensor, table after table.
     """
 
     weight: torch.Tensor
@@ -35,53 +36,51 @@ class ShardedEmbedding(nn.Module):
 
     def __init__(
         self,
-        num_embeddings: int,
+        tables: Sequence[_Table],
+        features: Sequence[tuple[str, int]],
         embedding_dim: int,
-        *,
-        optimizer: str = "sgd",
-        lr: float = 0.01,
-        eps: float = 1e-8,
-        sharding: str = "row_wise",
-        owner: int = 0,
-        gradient_division: bool = True,
-        name: str = "embedding",
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        optimizer: str,
+        lr: float,
+        eps: float,
+        gradient_division: bool,
+        name: str,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         if not dist.is_initialized():
             raise RuntimeError(
-                f"freescale: ShardedEmbedding {name!r} needs a process group: "
+                f"freescale: {type(self).__name__} {name!r} needs a process group: "
                 "call torch.distributed.init_process_group first"
             )
         if optimizer not in row_kernels.OPTIMIZERS:
             legal = ", ".join(row_kernels.OPTIMIZERS)
             raise ValueError(f"freescale: optimizer must be one of {legal}, found {optimizer!r}")
-        if num_embeddings < 1 or embedding_dim < 1:
-            raise ValueError(f"freescale: table {name!r} is empty: {num_embeddings} x {embedding_dim}")
+        for table in tables:
+            if table.rows < 1 or embedding_dim < 1:
+                raise ValueError(f"freescale: table {table.name!r} is empty: {table.rows} x {embedding_dim}")
         group = group if group is not None else dist.group.WORLD
         assert group is not None
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.optimizer, self.lr, self.eps, self.name = optimizer, lr, eps, name
-        self._divide_by = group.size() if gradient_division else 1
-        self.shards = _shards(num_embeddings, sharding, owner, group.size())
-        own_shard = self.shards[group.rank()]
-        local = torch.empty(own_shard.rows, embedding_dim, dtype=dtype, device=device)
-        seed = initial_rows.draw_seed()  # on the meta device too, so that what is drawn next is the same
-        if not local.is_meta:
-            initial_rows.fill_uniform(local, own_shard.first, num_embeddings**-0.5, seed)
+        self.embedding_dim, self.optimizer, self.lr, self.eps, self.name = embedding_dim, optimizer, lr, eps, name
+        self._tables, self._features = tuple(tables), tuple(features)
+        self._divide_by, self._rank = group.size() if gradient_division else 1, group.rank()
+        self.shards = _shards_of_all(tables, group.size())
+        mine = [s for s in self.shards if s.owner == self._rank]
+        local = torch.empty(sum(s.rows for s in mine), embedding_dim, dtype=dtype, device=device)
+        for shard in mine:
+            seed = initial_rows.draw_seed()  # on the meta device too, so that what is drawn next is the same
+            if not local.is_meta:
+                part = local[shard.base : shard.base + shard.rows]
+                initial_rows.fill_uniform(part, shard.first, tables[shard.table].rows ** -0.5, seed)
         self.register_buffer("weight", local)
         momentum_shape = {"adagrad": local.shape, "rowwise_adagrad": local.shape[:1]}.get(optimizer, (0,))
         self.register_buffer("momentum", local.new_zeros(momentum_shape))
-        self._exchange = Exchange(name, self, list(self.shards), [num_embeddings], [(name, 0)], group)
+        self._exchange = Exchange(name, self, self.shards, [t.rows for t in tables], list(features), group)
         self.register_state_dict_pre_hook(open_transports.drain)
         self.register_load_state_dict_post_hook(_update_anchor)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._exchange.lookup([ids], self._divide_by)[0]
-
-    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> ShardedEmbedding:
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> NativeTables:
         """`double()`, `to(device)` and the like."""
         super()._apply(fn, recurse)
         self._exchange.update_anchor()
@@ -102,30 +101,157 @@ class ShardedEmbedding(nn.Module):
     ) -> None:
         """As apply_update with the sums of sum_rows. A row comes at most once from each rank."""
         momentum = None if self.optimizer == "sgd" else self.momentum
+        ranks = len(self.shards) // len(self._tables)
         row_kernels.update_rows(
-            self.weight, momentum, grad, rows, order, ends, self.lr, self.eps, self.optimizer, len(self.shards)
+            self.weight, momentum, grad, rows, order, ends, self.lr, self.eps, self.optimizer, ranks
         )
 
     def describe(self, feature: int) -> str:
-        return f"table {self.name!r}, which has {self.num_embeddings} rows"
+        table = self._tables[self._features[feature][1]]
+        return f"table {table.name!r}, which has {table.rows} rows"
+
+
+class ShardedEmbedding(NativeTables):
+    """An embedding table whose rows are spread over the ranks of a process group.
+
+    `forward(ids)` takes any 1-D integer tensor and returns its rows; the backward pass updates the table, as
+    TorchRec's fused tables do, so the table has no `.grad` and is not among the module's parameters.
+
+    sharding: "row_wise" (equal blocks of rows) or "table_wise" (all rows on rank `owner`).
+    gradient_division: divide gradients by the number of ranks, as TorchRec does by default.
+
+    Values begin uniform between -1/sqrt(num_embeddings) and 1/sqrt(num_embeddings). Each rank makes its own rows alone.
+    They follow from one number of torch's CPU generator: with the same `torch.manual_seed` on all ranks, a table begins
+    with the same numbers on any number of ranks, however it is sharded, and on any device.
+    The learning rate is the attribute `lr` and may be changed at any time.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        optimizer: str = "sgd",
+        lr: float = 0.01,
+        eps: float = 1e-8,
+        sharding: str = "row_wise",
+        owner: int = 0,
+        gradient_division: bool = True,
+        name: str = "embedding",
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        table = _Table(name, num_embeddings, sharding, owner)
+        super().__init__(
+            [table], [(name, 0)], embedding_dim, optimizer, lr, eps, gradient_division, name, group, device, dtype
+        )
+        self.num_embeddings = num_embeddings
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._exchange.lookup([ids], self._divide_by)[0]
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.optimizer!r}, lr={self.lr}"
 
 
-def _update_anchor(table: ShardedEmbedding, _: object) -> None:
+class ShardedEmbeddingCollection(NativeTables):
+    """Several tables of one width and one optimizer, which share an exchange: all their rows travel together.
+
+    `forward(ids)` takes the 1-D ids of each feature by name, as {feature: ids}, and returns {feature: rows}; what else
+    is in `ids` is left alone, so a whole batch may be given. A model that looks up many tables of one width sends a few
+    larger messages instead of many small ones, and each step has one exchange to launch and to wait for.
+
+    tables: how many rows each table has, as {table: rows}.
+    features: which table each feature looks up, as {feature: table}; by default a table has a feature of its name.
+    sharding: "row_wise" or "table_wise", for all tables or as {table: sharding}. Of tables that are table-wise, the
+        first is all on rank 0, the next on rank 1 and so on, around.
+
+    Everything else is as in `ShardedEmbedding`: with the same seed, the tables begin with the same numbers as if each
+    was made by itself, in this order.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, int],
+        embedding_dim: int,
+        *,
+        features: Mapping[str, str] | None = None,
+        optimizer: str = "sgd",
+        lr: float = 0.01,
+        eps: float = 1e-8,
+        sharding: str | Mapping[str, str] = "row_wise",
+        gradient_division: bool = True,
+        name: str = "embeddings",
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        names = list(tables)
+        features = {n: n for n in names} if features is None else dict(features)
+        of_each = {n: sharding for n in names} if isinstance(sharding, str) else dict(sharding)
+        if not names:
+            raise ValueError(f"freescale: {name!r} has no tables")
+        for table in (*features.values(), *of_each):
+            if table not in tables:
+                raise ValueError(f"freescale: {name!r} has no table {table!r}; it has {', '.join(map(repr, names))}")
+        if missing := [n for n in names if n not in features.values()]:
+            raise ValueError(f"freescale: no feature of {name!r} looks up the table {missing[0]!r}")
+        if missing := [n for n in names if n not in of_each]:
+            raise ValueError(f"freescale: sharding says nothing of the table {missing[0]!r}")
+        world = (group if group is not None else dist.group.WORLD).size() if dist.is_initialized() else 1  # type: ignore
+        by_table = [n for n in names if of_each[n] == "table_wise"]
+        owners = {n: i % world for i, n in enumerate(by_table)}
+        made = [_Table(n, tables[n], of_each[n], owners.get(n, 0)) for n in names]
+        entries = [(feature, names.index(table)) for feature, table in features.items()]
+        super().__init__(
+            made, entries, embedding_dim, optimizer, lr, eps, gradient_division, name, group, device, dtype
+        )
+
+    def forward(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = self._exchange.features
+        for name in names:
+            if name not in ids:
+                raise KeyError(f"freescale: {self.name!r} looks up the feature {name!r}, which is not given")
+        rows = self._exchange.lookup([ids[name] for name in names], self._divide_by)
+        return dict(zip(names, rows, strict=True))
+
+    def local_rows(self, table: str) -> torch.Tensor:
+        """This rank's rows of a table, as a view."""
+        number = [t.name for t in self._tables].index(table)
+        shard = next(s for s in self.shards if s.table == number and s.owner == self._rank)
+        return self.weight[shard.base : shard.base + shard.rows]
+
+    def extra_repr(self) -> str:
+        tables = ", ".join(f"{t.name}: {t.rows}" for t in self._tables)
+        return f"{tables}; {self.embedding_dim}, optimizer={self.optimizer!r}, lr={self.lr}"
+
+
+def _update_anchor(table: NativeTables, _: object) -> None:
     """`load_state_dict(assign=True)` brings other tensors: to a table on the meta device, or from a mapped file."""
     table._exchange.update_anchor()
 
 
-def _shards(rows: int, sharding: str, owner: int, world: int) -> list[exchange_plan.Shard]:
-    if sharding == "row_wise":
+def _shards_of_all(tables: Sequence[_Table], world: int) -> list[exchange_plan.Shard]:
+    """Of each table in turn, one for each rank; on a rank, they lie one after another."""
+    bases, shards = [0] * world, []
+    for number, table in enumerate(tables):
+        for rank, (first, end) in enumerate(_blocks(table, world)):
+            shards.append(exchange_plan.Shard(number, first, end - first, rank, bases[rank]))
+            bases[rank] += end - first
+    return shards
+
+
+def _blocks(table: _Table, world: int) -> list[tuple[int, int]]:
+    """The first row of each rank, and the one behind its last."""
+    rows, owner = table.rows, table.owner
+    if table.sharding == "row_wise":
         block = -(-rows // world)
         cuts = [min(r * block, rows) for r in range(world + 1)]
-    elif sharding == "table_wise":
+    elif table.sharding == "table_wise":
         if not 0 <= owner < world:
             raise ValueError(f"freescale: owner {owner} is not a rank of a group of {world}")
         cuts = [0 if r <= owner else rows for r in range(world + 1)]
     else:
-        raise ValueError(f"freescale: sharding must be row_wise or table_wise, found {sharding!r}")
-    return [exchange_plan.Shard(0, cuts[r], cuts[r + 1] - cuts[r], r, 0) for r in range(world)]
+        raise ValueError(f"freescale: sharding must be row_wise or table_wise, found {table.sharding!r}")
+    return list(itertools.pairwise(cuts))

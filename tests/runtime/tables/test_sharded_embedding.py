@@ -108,7 +108,7 @@ def _bad_arguments():
         with pytest.raises(ValueError, match=words):
             freescale.ShardedEmbedding(8, 4, **kwargs)
     covers_half = [exchange_plan.Shard(0, 0, 4, 0, 0)]
-    with mock.patch.object(sharded_embedding, "_shards", lambda *_: covers_half):
+    with mock.patch.object(sharded_embedding, "_shards_of_all", lambda *_: covers_half):
         with pytest.raises(ValueError, match="do not cover table 'item', which has 8 rows: no shard holds row 4"):
             freescale.ShardedEmbedding(8, 4, name="item")
     return True
