@@ -36,6 +36,7 @@ from freescale.runtime import meter
 log = logging.getLogger(__name__)
 
 _WRITE_EVERY = 1.0  # seconds
+_PAUSE = 2e-4  # seconds after each line: a training thread that wants Python's lock need not wait for them all
 _UNMEASURED = 64  # balance entries that may wait for what was measured
 _recorders: dict[str, Recorder] = {}
 
@@ -100,6 +101,8 @@ class Recorder:
             while self._queue:
                 kind, entry = self._queue.popleft()
                 lines.append(json.dumps({"kind": kind, **entry}, default=str) + "\n")
+                if not last:
+                    time.sleep(_PAUSE)
             if lines:
                 with self.path.open("a") as file:
                     file.write("".join(lines))
