@@ -6,6 +6,7 @@
               ended, bytes, seconds exposed], times since the step began
     plan      an entry of LookaheadLoader.stats()
     balance   an entry of LookaheadLoader.balance_stats()
+    end       the process has ended by itself; the last line
 
 The training thread only puts things into a queue. A thread of its own writes once a second, so what a killed process
 leaves behind lacks a second at most. A file that cannot be written ends the record, with a warning, not the training.
@@ -71,7 +72,7 @@ class Recorder:
         except OSError as error:
             self._give_up(error)
         threading.Thread(target=self._write_regularly, name="freescale-record", daemon=True).start()
-        atexit.register(self.flush)
+        atexit.register(self._end)
 
     def add(self, kind: str, entry: dict[str, Any]) -> None:
         if not self._failed:
@@ -106,6 +107,11 @@ class Recorder:
             if lines:
                 with self.path.open("a") as file:
                     file.write("".join(lines))
+
+    def _end(self) -> None:
+        self.flush()
+        self.add("end", {"at": time.time()})
+        self.flush()
 
     def _write_regularly(self) -> None:
         while not self._failed:

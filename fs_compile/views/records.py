@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 PARTS = ("compute", "exposed", "loader", "straggler", "host_bound")  # of a step's seconds
-KINDS = ("start", "graph", "step", "plan", "balance")
+KINDS = ("start", "graph", "step", "plan", "balance", "end")
 _NEEDED = {
     "start": ("run", "rank", "world", "at"),
     "graph": ("direction", "exchanges", "sites", "refused", "seconds", "from_cache"),
     "step": ("step", "seconds", "at", "waits", "bytes", "launches", *PARTS),
     "plan": ("step", "exchange"),
     "balance": ("step", "predicted_before", "predicted_after"),
+    "end": ("at",),
 }
 
 
@@ -37,6 +38,7 @@ class RankRecord:
     step: list[dict[str, Any]] = field(default_factory=list)
     plan: list[dict[str, Any]] = field(default_factory=list)
     balance: list[dict[str, Any]] = field(default_factory=list)
+    end: list[dict[str, Any]] = field(default_factory=list)  # empty: the process was killed, or still runs
     cut_off: bool = False  # the last line: the process was killed while it wrote
 
 
