@@ -146,8 +146,8 @@ class Simulation:
         if stuck:
             step, at = self._place[stuck[0]]
             raise RuntimeError(f"rank {stuck[0]} waits for ever in step {step}: {self.program[at - 1]}")
-        kinds = map(np.array, (self._compute, self._exposed, self._straggler, self._end))
-        return Times(*kinds, self._log or [])
+        compute, exposed, straggler = (np.array(x) for x in (self._compute, self._exposed, self._straggler))
+        return Times(compute, exposed, straggler, np.array(self._end), self._log or [])
 
     def _push(self, when: float, kind: int, who: int, what: Any) -> None:
         self._number += 1
