@@ -76,5 +76,5 @@ def text_timeline(graphs: list[dict[str, Any]]) -> str:
     _, seconds, exposed = predict(graphs, 1)
     if seconds:
         lines.append("(the first step, which is traced, has no late gradients; later ones send some)")
-        lines.append(f"predicted for the traced batch: {seconds * 1e3:.2f} ms a step, {exposed * 1e3:.2f} exposed")
+        lines.append(f"predicted for the traced batch: {seconds * 1e3:.4g} ms a step, {exposed * 1e3:.4g} exposed")
     return "\n".join(lines)

@@ -138,6 +138,9 @@ def test_predicted_timeline():
     assert [len(blocks[lane]) for lane in timeline.LANES] == [1, 1, 0, 0]
     said = timeline.text_timeline([graph()])
     assert said.index("launch urgent rows") < said.index("compute 3.0000 ms") < said.index("wait for urgent rows")
+    assert "4 ms a step, 1 exposed" in said
+    tiny = [{**e, "seconds": e.get("seconds", 0) / 1e4} for e in graph()["timeline"]]
+    assert "0.0004 ms a step, 0.0001 exposed" in timeline.text_timeline([graph(timeline=tiny)])  # not 0.00
     assert timeline.lanes_of_graphs([graph(timeline=[])]) == []
 
 
