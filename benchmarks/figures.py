@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ def main() -> None:
     file = Path(args.json) if args.json else None if args.quick else RESULTS
     known = json.loads(file.read_text()) if file is not None and file.exists() else {}
     if args.redraw:
+        if missing := [n for n in names if n not in known]:
+            sys.exit(f"freescale: --redraw has no numbers of {', '.join(missing)}: there are none in {file}")
         found = {n: known[n] for n in names}
     else:
         found = numbers(names, figures_data.QUICK if args.quick else figures_data.Settings())

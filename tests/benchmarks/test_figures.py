@@ -104,6 +104,21 @@ def test_the_page_is_what_the_numbers_say():
         figures.with_tables("# nothing", {"ranks": COMMITTED["ranks"]})
 
 
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """Draws what is asked for, writes its table into the page, and its numbers beside those that are there already."""
+    (tmp_path / "paper.md").write_text("# Mine\n<!-- dispatch -->\nold\n<!-- /dispatch -->\n")
+    (tmp_path / "n.json").write_text('{"ranks": {"rows": []}}')
+    words = ["--only", "dispatch", "--out", str(tmp_path), "--json", str(tmp_path / "n.json")]
+    monkeypatch.setattr(sys, "argv", ["figures.py", "--quick", *words])
+    figures.main()
+    page = (tmp_path / "paper.md").read_text()
+    assert "old" not in page and "| 512 | " in page and (tmp_path / "figures" / "dispatch.svg").stat().st_size > 1000
+    assert list(json.loads((tmp_path / "n.json").read_text())) == ["dispatch", "ranks"]
+    monkeypatch.setattr(sys, "argv", ["figures.py", "--redraw", *words, "--only", "ablation"])
+    with pytest.raises(SystemExit, match="no numbers of ablation"):
+        figures.main()
+
+
 def test_the_ablation_adds_up():
     """Of the committed numbers: the parts together take away what freescale saves."""
     data = COMMITTED["ablation"]
