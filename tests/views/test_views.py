@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -207,3 +210,13 @@ def test_explain_of_what_is_no_command(capsys):
     assert main(["explain", "--", "/nowhere/at/all"]) == 2 and "cannot be run" in capsys.readouterr().err
     assert main(["explain", "--", "true"]) == 2 and "compiled nothing with freescale" in capsys.readouterr().err
     assert main(["explain", "--", "false"]) == 1
+
+
+def test_a_reader_that_has_enough_is_no_error(folder):
+    """As in `python -m freescale report runs/a | head -3`: nobody reads the rest."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "freescale", "report", str(folder)]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writing)
+    assert done.stderr == "" and done.returncode == 0
