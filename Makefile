@@ -45,7 +45,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --no-warn-co
 PACKAGES := fs_compile passes kernels runtime
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint doctor clean
+.PHONY: help setup train test lint figures doctor clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -89,6 +89,9 @@ lint: $(STAMP) ## check style (ruff) and types (mypy)
 	@rm -rf build/types && mkdir -p build/types/freescale  # as it is installed, so that mypy knows each module's types
 	@for f in fs_compile/* $(wordlist 2,9,$(PACKAGES)); do ln -s ../../../$$f build/types/freescale/; done
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p freescale
+
+figures: $(STAMP) ## simulate and draw the figures of docs/paper.md (some minutes; ARGS="--only ranks": one of them)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/figures.py $(ARGS)
 
 doctor: $(STAMP) ## say what is installed, what works here and what is missing
 	@$(BIN)/python -m freescale doctor

@@ -9,6 +9,9 @@ compute, and what a probe says of each shaped link. Everything else is predicted
 the order of the same passes. Times are without those in which the training thread waited for its core, since others may
 use the machine, too; a transfer that had to wait for a core stays too long.
 
+Where there are more ranks than cores, use --asleep: dense compute takes its time asleep (fidelity_asleep.py), so that
+ranks that share a core do not make each other slower. Lookups, planning and gloo still use it.
+
 With --recorded nothing is run: predictions are held against what overlap.py measured (fidelity_recorded.py).
 """
 
@@ -105,7 +108,7 @@ def compare(settings: dict[str, Any], ranks: int, found: dict[str, Any], traced:
     for setting in found["settings"]:
         c = cluster_of(settings, setting["probe"])
         for name in NAMES:
-            predicted = predict(NAMES[name], counts, c, found["unshaped"][name]["cpu_ms"], traced)
+            predicted = predict(NAMES[name], counts, c, found["unshaped"][name]["compute_ms"], traced)
             measured = setting["measured"][name]
             rows.append(
                 {
@@ -166,6 +169,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0], help="exchange over compute")
     p.add_argument("--rounds", type=int, default=3, help="blocks of every variant on every link")
     p.add_argument("--codegen", choices=("eager", "inductor"), default="eager", help="or generate code")
+    p.add_argument("--asleep", type=float, default=0.0, metavar="MS", help="of a step, in place of dense compute")
     p.add_argument("--recorded", metavar="FILE", help="hold predictions against what overlap.py has written there")
     return p.parse_args()
 
@@ -183,6 +187,7 @@ def main() -> None:
     settings = {
         "samples": 40, "length": 63, "dim": 128, "heads": 2, "blocks": 2, "table_rows": 100_000, "collision": 0.12,
         "steps": 4, "rounds": args.rounds, "ratios": args.ratios, "codegen": args.codegen, "ddp": False,
+        "asleep_ms": args.asleep,
     }  # fmt: skip
     if args.quick:
         settings |= {"samples": 16, "blocks": 1, "ratios": [0.5, 2.0], "rounds": 1, "steps": 3}

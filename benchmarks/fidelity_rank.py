@@ -20,6 +20,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import collisions  # noqa: E402
+import fidelity_asleep as asleep  # noqa: E402
 import netlab  # noqa: E402
 from freescale.simulate import calibrate  # noqa: E402
 from overlap_rank import agreed, say  # noqa: E402
@@ -49,10 +50,15 @@ def gather(steps: list[Step]) -> dict[str, Any]:
 def measure(trainees: dict[str, Trainee], batches: Batches, rounds: int) -> dict[str, dict[str, Any]]:
     """Every variant in turns."""
     steps: dict[str, list[Step]] = {name: [] for name in trainees}
+    asleep.slept, trained = 0.0, 0
     for _ in range(rounds):
         for name, trainee in trainees.items():
-            steps[name] += trainee.block(batches.fresh())
+            data = batches.fresh()
+            steps[name] += trainee.block(data)
+            trained += len(data)
     found = {name: gather(s) for name, s in steps.items()}
+    for f in found.values():
+        f["compute_ms"] = f["cpu_ms"] + 1e3 * asleep.slept / trained
     say(", ".join(f"{name} {f['step_ms']:.0f} ms" for name, f in found.items()))
     return found
 
@@ -74,7 +80,7 @@ def main() -> None:
         say(f"{name} is ready")
     free = measure(trainees, batches, args.rounds)
     size = 2 * batches.measured.all_values * args.dim * 4  # rows and gradients
-    compute = agreed(free[VARIANTS[0].name]["cpu_ms"])
+    compute = agreed(free[VARIANTS[0].name]["compute_ms"])
     settings = []
     for ratio in args.ratios if shaped else ():
         rate = size * 8e3 / (ratio * compute)

@@ -26,6 +26,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import collisions  # noqa: E402
+import fidelity_asleep as asleep  # noqa: E402
 import freescale  # noqa: E402
 import netlab  # noqa: E402
 from freescale import config  # noqa: E402
@@ -112,6 +113,8 @@ def build(args: argparse.Namespace, shape: collisions.Shape, kind: type[Recommen
     )
     embeddings = EmbeddingCollection(tables=[table], device=CPU)
     model = kind(embeddings, args.dim, args.heads, args.blocks, max_distance=128, normalizer=shape.samples)
+    if getattr(args, "asleep_ms", 0):
+        model.blocks = torch.nn.ModuleList(asleep.Block(args.asleep_ms / 1e3 / args.blocks) for _ in range(args.blocks))
     sharder = EmbeddingCollectionSharder(
         fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05, "eps": 1e-8}
     )

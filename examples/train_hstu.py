@@ -18,7 +18,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,7 +45,10 @@ def main() -> None:
     model.compile(backend="freescale")  # first, so that a flag that it does not know is an error now
     expected = train(plain, histories(args), device, reference)
     loader = freescale.LookaheadLoader(histories(args), model, balance=args.balance)
-    losses = train(model, loader, device, "freescale")
+    bubbles = Bubbles()
+    stop = freescale.log_to(bubbles)
+    losses = train(model, loader, device, "freescale", bubbles)
+    stop()
     print_exchanges(loader.stats())
     print_balance(loader.balance_stats())
 
@@ -164,12 +168,28 @@ def histories(args: argparse.Namespace) -> SyntheticHistories:
     )
 
 
-def train(model: Any, loader: Iterable[Any], device: torch.device, name: str) -> list[torch.Tensor]:
+class Bubbles(dict[str, str]):
+    """What `freescale.log_to` writes of the last step that it knows, for the progress bar."""
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        part = name.removeprefix("freescale/").removesuffix("_share")
+        if part in ("exposed", "straggler"):
+            self[part] = f"{value:.1%}"
+
+
+def train(
+    model: Any,
+    loader: Iterable[Any],
+    device: torch.device,
+    name: str,
+    bubbles: Mapping[str, str] = MappingProxyType({}),
+) -> list[torch.Tensor]:
     """The user's loop: nothing in it knows about freescale. Returns the mean loss over ranks of every step."""
     dense = [p for p in model.parameters() if not hasattr(p, "_in_backward_optimizers")]
     optimizer = torch.optim.Adam(dense, lr=1e-3)
     losses = []
-    bar = tqdm(loader, desc=f"{name:>14}", disable=dist.get_rank() != 0, file=sys.stderr)
+    shown = dist.get_rank() == 0 and sys.stderr.isatty()
+    bar = tqdm(loader, desc=f"{name:>14}", disable=not shown, file=sys.stderr)
     for batch in bar:
         batch = batch.to(device)
         optimizer.zero_grad()
@@ -179,7 +199,8 @@ def train(model: Any, loader: Iterable[Any], device: torch.device, name: str) ->
         mean = loss.detach() / dist.get_world_size()
         dist.all_reduce(mean)
         losses.append(mean)
-        bar.set_postfix(loss=f"{float(mean):.4f}")
+        if shown:
+            bar.set_postfix({"loss": f"{float(mean):.4f}", **bubbles})
     return losses
 
 

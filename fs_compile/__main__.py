@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -47,7 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"freescale has no command {argv[0]!r}. Known: {', '.join(commands.choices)}", file=sys.stderr)
         return 2
     args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads, as `head` does, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be flushed at exit goes there
+        return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from freescale.kernels.transports import launch_record
 
 KEPT = 10_000
 LOADER, PLANNER, MEETING = "loader", "planner", "meeting of the ranks"  # what the host waits for between two steps
-_BETWEEN_STEPS = (LOADER, PLANNER, MEETING)
+BETWEEN_STEPS = (LOADER, PLANNER, MEETING)
 
 
 class DeviceStep:
@@ -170,10 +170,10 @@ def summary(
         known = on_device.read()
         seconds = on_device.seconds if known else seconds
         idle = on_device.gap_seconds / on_device.host_seconds if on_device.host_seconds else 0.0
-        for label in _BETWEEN_STEPS:
+        for label in BETWEEN_STEPS:
             if label in waits:
                 waits[label] *= min(idle, 1.0)
-        host_bound = max(on_device.gap_seconds - sum(waits.get(label, 0.0) for label in _BETWEEN_STEPS), 0.0)
+        host_bound = max(on_device.gap_seconds - sum(waits.get(label, 0.0) for label in BETWEEN_STEPS), 0.0)
     loader, straggler = waits.get(LOADER, 0.0) + waits.get(PLANNER, 0.0), waits.get(MEETING, 0.0)
     exposed = sum(waits.values()) - loader - straggler
     return {

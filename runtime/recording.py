@@ -2,10 +2,12 @@
 
     start     run, rank, world, versions, device; the first line
     graph     what was found and what each pass did, or why not; also of graphs that came out of torch's caches
-    step      an entry of freescale.meter.steps(), when it began, and its launches: [label, launched, wait began, wait
-              ended, bytes, seconds exposed], times since the step began
+    step      an entry of freescale.meter.steps() but for what follows from its launches, when it began, and these:
+              [label, launched, wait began, wait ended, bytes, exposed, flight], times as whole numbers of 0.1
+              microseconds, from the step's begin on: numbers with a point take several times as long to write
     plan      an entry of LookaheadLoader.stats()
     balance   an entry of LookaheadLoader.balance_stats()
+    end       the process has ended by itself; the last line
 
 The training thread only puts things into a queue. A thread of its own writes once a second, so what a killed process
 leaves behind lacks a second at most. A file that cannot be written ends the record, with a warning, not the training.
@@ -36,6 +38,8 @@ from freescale.runtime import meter
 log = logging.getLogger(__name__)
 
 _WRITE_EVERY = 1.0  # seconds
+_PAUSE = 2e-4  # seconds after each line: a training thread that wants Python's lock need not wait for them all
+_TICKS = 1e7  # per second
 _UNMEASURED = 64  # balance entries that may wait for what was measured
 _recorders: dict[str, Recorder] = {}
 
@@ -70,7 +74,7 @@ class Recorder:
         except OSError as error:
             self._give_up(error)
         threading.Thread(target=self._write_regularly, name="freescale-record", daemon=True).start()
-        atexit.register(self.flush)
+        atexit.register(self._end)
 
     def add(self, kind: str, entry: dict[str, Any]) -> None:
         if not self._failed:
@@ -100,9 +104,16 @@ class Recorder:
             while self._queue:
                 kind, entry = self._queue.popleft()
                 lines.append(json.dumps({"kind": kind, **entry}, default=str) + "\n")
+                if not last:
+                    time.sleep(_PAUSE)
             if lines:
                 with self.path.open("a") as file:
                     file.write("".join(lines))
+
+    def _end(self) -> None:
+        self.flush()
+        self.add("end", {"at": time.time()})
+        self.flush()
 
     def _write_regularly(self) -> None:
         while not self._failed:
@@ -121,11 +132,20 @@ class Recorder:
         log.warning(words, self.rank, self.path, error)
 
     def _step_entry(self, step: meter.FinishedStep) -> dict[str, Any]:
+        began = step.began
         launches = [
-            [r.label, *(t - step.began for t in (r.launched, r.wait_began, r.wait_ended)), r.bytes, r.exposed_seconds()]
+            [
+                r.label, round((r.launched - began) * _TICKS), round((r.wait_began - began) * _TICKS),
+                round((r.wait_ended - began) * _TICKS), r.bytes, round(r.exposed_seconds() * _TICKS),
+                round(r.flight_seconds() * _TICKS),
+            ]
             for r in step.records
-        ]
-        return {**meter.summary(*step[:4]), "at": step.began + self._zero, "launches": launches}
+        ]  # fmt: skip
+        entry = meter.summary(*step[:4])
+        waits, _, _ = (entry.pop(name) for name in ("waits", "bytes", "flight"))
+        if step.on_device is not None:  # what the host waited for counts in part
+            entry["waits"] = {label: waits[label] for label in meter.BETWEEN_STEPS if label in waits}
+        return {**entry, "at": began + self._zero, "launches": launches}
 
 
 class RecordedStats(deque[dict[str, Any]]):

@@ -85,6 +85,9 @@ class _Port:
 
     def next_group(self) -> tuple[str, float]:
         """Whose first entry is done first, and in how many seconds."""
+        if len(self.queues) == 1:
+            ((group, queue),) = self.queues.items()
+            return group, max(queue[0][0], 0.0)
         group = min(self.queues, key=lambda g: self.queues[g][0][0])
         return group, max(self.queues[group][0][0], 0.0) * len(self.queues)
 
@@ -110,9 +113,11 @@ class Simulation:
     def __init__(self, program: Program, transfers: dict[str, Transfer], work: np.ndarray, log: bool = False) -> None:
         self.program, self.transfers, self.work = list(program), transfers, work.tolist()
         self.steps, self.ranks = work.shape[:2]
-        zeros = (self.steps, self.ranks)
-        self.times = Times(np.zeros(zeros), np.zeros(zeros), np.zeros(zeros), np.zeros(zeros))
-        self._logged = log
+        # Lists: NumPy takes several times as long to add to one number.
+        self._compute, self._exposed, self._straggler, self._end = (
+            [[0.0] * self.ranks for _ in range(self.steps)] for _ in range(4)
+        )
+        self._log: list[tuple[float, int, str]] | None = [] if log else None
         self._heap: list[tuple[float, int, int, int, Any]] = []
         self._number = 0
         self._place = [(0, 0)] * self.ranks  # step, and instruction of the program
@@ -141,15 +146,16 @@ class Simulation:
         if stuck:
             step, at = self._place[stuck[0]]
             raise RuntimeError(f"rank {stuck[0]} waits for ever in step {step}: {self.program[at - 1]}")
-        return self.times
+        compute, exposed, straggler = (np.array(x) for x in (self._compute, self._exposed, self._straggler))
+        return Times(compute, exposed, straggler, np.array(self._end), self._log or [])
 
     def _push(self, when: float, kind: int, who: int, what: Any) -> None:
         self._number += 1
         heapq.heappush(self._heap, (when, self._number, kind, who, what))
 
     def _say(self, now: float, rank: int, what: str) -> None:
-        if self._logged:
-            self.times.log.append((now, rank, what))
+        if self._log is not None:
+            self._log.append((now, rank, what))
 
     # -- ranks -----------------------------------------------------------------------------------------------------
 
@@ -158,8 +164,9 @@ class Simulation:
         step, at = self._place[rank]
         while step < self.steps:
             if at == len(self.program):
-                self.times.end[step, rank] = now
-                self._say(now, rank, f"step {step} ends")
+                self._end[step][rank] = now
+                if self._log is not None:
+                    self._say(now, rank, f"step {step} ends")
                 step, at = step + 1, 0
                 self._place[rank] = (step, at)
                 continue
@@ -185,11 +192,13 @@ class Simulation:
         if flight is None or flight.ready[rank]:  # nothing was launched: the first batch has no early rows
             return True
         flight.waiting[rank] = now
-        self._say(now, rank, f"waits for {what} {batch}")
+        if self._log is not None:
+            self._say(now, rank, f"waits for {what} {batch}")
         return False
 
     def _speed(self, rank: int) -> float:
-        return 1.0 - max(self._taxes[rank], default=0.0)
+        taxes = self._taxes[rank]
+        return 1.0 - max(taxes) if taxes else 1.0
 
     def _plan_end_of_compute(self, rank: int, now: float) -> None:
         self._version[rank] += 1
@@ -209,7 +218,7 @@ class Simulation:
 
     def _computed(self, rank: int, now: float) -> None:
         self._computing[rank] = False
-        self.times.compute[self._place[rank][0], rank] += now - self._began[rank]
+        self._compute[self._place[rank][0]][rank] += now - self._began[rank]
         self._say(now, rank, "computed")
         self._go_on(rank, now)
 
@@ -225,7 +234,8 @@ class Simulation:
             for receiver in range(self.ranks):
                 self._carry(1, receiver, into[batch][receiver], flight, now)
         flight.last = now
-        self._say(now, rank, f"launches {flight.name}")
+        if self._log is not None:
+            self._say(now, rank, f"launches {flight.name}")
         if flight.kind.tax:
             self._set_taxes(rank, now, add=flight.kind.tax)
         self._carry(0, rank, out[batch][rank], flight, now)
@@ -237,10 +247,9 @@ class Simulation:
         port = self._ports[direction][rank]
         port.advance(now)
         port.queues.setdefault(flight.kind.group, deque()).append([seconds, flight])
-        self._plan_port(direction, rank, now)
+        self._plan_port(port, direction, rank, now)
 
-    def _plan_port(self, direction: int, rank: int, now: float) -> None:
-        port = self._ports[direction][rank]
+    def _plan_port(self, port: _Port, direction: int, rank: int, now: float) -> None:
         port.version += 1
         if port.queues:
             self._push(now + port.next_group()[1], _PORT, rank, (direction, port.version))
@@ -252,7 +261,7 @@ class Simulation:
         _, flight = port.queues[group].popleft()
         if not port.queues[group]:
             del port.queues[group]
-        self._plan_port(direction, rank, now)
+        self._plan_port(port, direction, rank, now)
         self._carried(direction, rank, flight, now)
 
     def _carried(self, direction: int, rank: int, flight: _Flight, now: float) -> None:
@@ -268,7 +277,8 @@ class Simulation:
 
     def _arrived(self, flight: _Flight, rank: int, now: float) -> None:
         flight.ready[rank] = True
-        self._say(now, rank, f"has {flight.name}")
+        if self._log is not None:
+            self._say(now, rank, f"has {flight.name}")
         if flight.kind.tax:
             self._set_taxes(rank, now, remove=flight.kind.tax)
         since = flight.waiting.pop(rank, None)
@@ -276,6 +286,6 @@ class Simulation:
             return
         step = self._place[rank][0]
         all_launched = min(max(flight.last, since), now)
-        self.times.straggler[step, rank] += all_launched - since
-        self.times.exposed[step, rank] += now - all_launched
+        self._straggler[step][rank] += all_launched - since
+        self._exposed[step][rank] += now - all_launched
         self._go_on(rank, now)

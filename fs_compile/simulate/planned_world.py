@@ -56,7 +56,8 @@ class PlannedWorld:
         if before is None:
             half |= {"urgent": half["unique"], "urgent_values": sizes}
         else:
-            planned = [self._split(r, before, after) for r in self._collisions(before, after)]
+            told = self._messages(before, after)
+            planned = [_urgent(*of_rank) for of_rank in zip(told, before, after, strict=True)]
             names = ("urgent_gradients", "urgent_gradient_values", "urgent", "urgent_values")
             found = dict(zip(names, np.array(planned).T, strict=True))
             assert self._half is not None
@@ -95,29 +96,23 @@ class PlannedWorld:
             Requests(o.needed, o.recv_counts, torch.from_numpy(rows[r]), send[r], o.inverse) for r, o in enumerate(own)
         ]
 
-    def _collisions(
-        self, before: list[Requests], after: list[Requests]
-    ) -> Iterator[tuple[int, torch.Tensor, exchange_plan.Collision]]:
-        """Each owner finds the rows that both batches need, and tells the requesters: (rank, what it is told, ...)."""
+    def _messages(self, before: list[Requests], after: list[Requests]) -> list[np.ndarray]:
+        """Each owner finds the rows that both batches need, and tells the requesters: what each rank is told."""
         found = [exchange_plan.collide(b, a) for b, a in zip(before[: self.owners], after[: self.owners], strict=True)]
         counts = np.stack(
             [b.send_counts.numpy() + a.send_counts.numpy() for b, a in zip(before, after, strict=True)][: self.owners]
         )
-        messages = _handed_over([c.message.numpy() for c in found], counts)
-        empty = torch.empty(0, dtype=torch.bool)
-        nothing = exchange_plan.Collision(empty, empty, torch.empty(0, dtype=torch.uint8))
-        for rank, message in enumerate(messages):
-            yield rank, torch.from_numpy(message), found[rank] if rank < self.owners else nothing
+        return _handed_over([c.message.numpy() for c in found], counts)
 
-    def _split(
-        self, heard: tuple[int, torch.Tensor, exchange_plan.Collision], before: list[Requests], after: list[Requests]
-    ) -> tuple[int, int, int, int]:
-        """One rank's plan: urgent gradients of `before` and urgent rows of `after`; rows, and values of each."""
-        rank, message, collision = heard
-        gradients, rows = exchange_plan.split_batches(message, collision, before[rank], after[rank])
-        urgent = gradients.split.urgent.index
-        entries = exchange_plan.entries_of(before[rank].needed, urgent)
-        return urgent.shape[0], entries, rows.split.urgent.index.shape[0], rows.urgent_entries
+
+def _urgent(message: np.ndarray, before: Requests, after: Requests) -> list[int]:
+    """Of one rank: urgent gradients of `before` and urgent rows of `after`; rows, and values of each."""
+    found: list[int] = []
+    masks = exchange_plan.urgent_keys(torch.from_numpy(message), before, after)
+    for requests, mask in zip((before, after), masks, strict=True):
+        values_of_each = np.diff(requests.needed.ends.numpy(), prepend=0)
+        found += [int(mask.sum()), int(values_of_each[mask].sum())]
+    return found
 
 
 def _handed_over(sent: Sequence[np.ndarray], counts: np.ndarray) -> list[np.ndarray]:

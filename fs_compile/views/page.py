@@ -8,7 +8,7 @@ from typing import Any
 
 from freescale.views import svg
 from freescale.views.records import PARTS, Run, mean, settled
-from freescale.views.summary import CLASSES, head_lines, summarize
+from freescale.views.summary import CLASSES, graph_lines, head_lines, summarize
 from freescale.views.text import MEANING, milliseconds, size
 from freescale.views.timeline import lanes_of_graphs
 
@@ -98,15 +98,16 @@ def _over_time(run: Run) -> str:
 def _traffic(s: dict[str, Any]) -> str:
     if not s["bytes_per_step"]:
         return ""
-    bars = []
+    bars, most = [], max(s["bytes_per_step"].values())
+    unit, unit_name = (1e6, "MB") if most >= 1e6 else (1e3, "kB")
     for payload in ("rows", "gradients"):
-        values = [(c, s["bytes_per_step"].get(f"{c} {payload}", 0.0) / 1e6) for c in CLASSES]
+        values = [(c, s["bytes_per_step"].get(f"{c} {payload}", 0.0) / unit) for c in CLASSES]
         bars.append((payload, values))
     shares = "".join(
         f"<p>{share:.1%} of the unique rows of {escape(name)} were in the batch before.</p>"
         for name, share in s["collisions"].items()
     )
-    chart = svg.stacked_bars(bars, "MB received per step and rank")
+    chart = svg.stacked_bars(bars, f"{unit_name} received per step and rank")
     return f"<h2>Traffic</h2>{_key({c: c for c in CLASSES})}{chart}{shares}"
 
 
@@ -132,10 +133,10 @@ def _graphs(run: Run, s: dict[str, Any], open_texts: bool = False) -> str:
         found.append("<p>Two steps as predicted for the batch that was traced:</p>")
         found.append(_key(keys) + svg.lanes(lanes, "ms"))
     for graph, entry in zip(record.graph, s["graphs"], strict=True):
-        came = "out of torch's cache" if entry["from_cache"] else "compiled"
-        found.append(f"<h3>{escape(entry['direction'])} graph, {came} in {entry['seconds']:.1f} s</h3>")
+        came, exchanges = graph_lines(entry)
+        found.append(f"<h3>{escape(came)}</h3>")
         sites = "".join(f'<tr><td>{escape(n)}</td><td class="n">{c}</td></tr>' for n, c in entry["sites"].items())
-        found.append(f"<p>{entry['exchanges']} exchanges.</p><table>{sites}</table>")
+        found.append(f"<p>{escape(exchanges)}.</p><table>{sites}</table>")
         found += [f"<p>{escape(why)}</p>" for why in entry["refused"]]
         found.append(_launches(entry["timeline"]))
         found.append(_diffs(graph.get("texts", {}), open_texts))

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 PARTS = ("compute", "exposed", "loader", "straggler", "host_bound")  # of a step's seconds
-KINDS = ("start", "graph", "step", "plan", "balance")
+TICK = 1e-7  # seconds of a step's times in a record
+KINDS = ("start", "graph", "step", "plan", "balance", "end")
 _NEEDED = {
     "start": ("run", "rank", "world", "at"),
     "graph": ("direction", "exchanges", "sites", "refused", "seconds", "from_cache"),
-    "step": ("step", "seconds", "at", "waits", "bytes", "launches", *PARTS),
+    "step": ("step", "seconds", "at", "launches", *PARTS),
     "plan": ("step", "exchange"),
     "balance": ("step", "predicted_before", "predicted_after"),
+    "end": ("at",),
 }
 
 
@@ -37,6 +39,7 @@ class RankRecord:
     step: list[dict[str, Any]] = field(default_factory=list)
     plan: list[dict[str, Any]] = field(default_factory=list)
     balance: list[dict[str, Any]] = field(default_factory=list)
+    end: list[dict[str, Any]] = field(default_factory=list)  # empty: the process was killed, or still runs
     cut_off: bool = False  # the last line: the process was killed while it wrote
 
 
@@ -100,7 +103,7 @@ def read_rank(path: Path) -> RankRecord:
         elif record is None:
             raise RecordError(f"{path}, line {number}: the first line must be of kind 'start', found {kind!r}")
         else:
-            getattr(record, kind).append(entry)
+            getattr(record, kind).append(_unpacked(path, number, entry) if kind == "step" else entry)
     if record is None:
         raise RecordError(f"{path} is empty")
     return record
@@ -113,6 +116,25 @@ def _check(path: Path, number: int, entry: dict[str, Any]) -> None:
     for name in _NEEDED[kind]:
         if name not in entry:
             raise RecordError(f"{path}, line {number}: a line of kind {kind!r} lacks the field {name!r}")
+
+
+def _unpacked(path: Path, number: int, step: dict[str, Any]) -> dict[str, Any]:
+    """As `freescale.meter.steps` has it, with `launches` in seconds: (label, launched, wait began, wait ended, bytes,
+    exposed)."""
+    launches: list[tuple[Any, ...]] = []
+    waits: dict[str, float] = {}
+    sizes: dict[str, int] = {}
+    flight: dict[str, float] = {}
+    for launch in step["launches"]:
+        if len(launch) != 7:
+            raise RecordError(f"{path}, line {number}: its launches were written by another version of freescale")
+        label, *when, size, exposed, flew = launch
+        launches.append((label, *(t * TICK for t in when), size, exposed * TICK))
+        waits[label] = waits.get(label, 0.0) + exposed * TICK
+        sizes[label] = sizes.get(label, 0) + size
+        flight[label] = flight.get(label, 0.0) + flew * TICK
+    waits |= step.get("waits", {})  # of a GPU, as far as it stood still meanwhile
+    return {**step, "launches": launches, "waits": waits, "bytes": sizes, "flight": flight}
 
 
 def mean(values: Iterable[float]) -> float:

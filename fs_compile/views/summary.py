@@ -20,6 +20,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "world": run.world,
         "ranks_recorded": len(run.ranks),
         "ranks_missing": run.missing,
+        "not_ended": [number for number, r in sorted(run.ranks.items()) if not r.end],
         "cut_off": [number for number, r in sorted(run.ranks.items()) if r.cut_off],
         "torch": any_rank.start.get("torch"),
         "device": any_rank.start.get("device"),
@@ -30,7 +31,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "bytes_per_step": _bytes(steps),
         "collisions": _collisions(any_rank),
         "balance": _balance(any_rank),
-        "graphs": [_graph(g) for g in any_rank.graph],
+        "graphs": [_graph(run, any_rank, i) for i in range(len(any_rank.graph))],
         "ranks": ranks,
     }
 
@@ -40,6 +41,10 @@ def head_lines(s: dict[str, Any]) -> list[str]:
     lines = [f"{s['world']} ranks, {s['steps']} steps, torch {s['torch']}, {s['device']}."]
     if s["ranks_missing"]:
         lines.append(f"No record of rank {', '.join(map(str, s['ranks_missing']))}.")
+    if len(s["not_ended"]) == s["ranks_recorded"]:
+        lines.append("No rank has ended by itself: killed, or still training.")
+    elif s["not_ended"]:
+        lines.append(f"Rank {', '.join(map(str, s['not_ended']))} has not ended by itself: killed, or still training.")
     if s["cut_off"]:
         lines.append(f"The record of rank {', '.join(map(str, s['cut_off']))} ends in the middle of a line.")
     if not s["steps"]:
@@ -94,6 +99,24 @@ def _balance(rank: RankRecord) -> dict[str, float] | None:
     }
 
 
-def _graph(graph: dict[str, Any]) -> dict[str, Any]:
+def _graph(run: Run, rank: RankRecord, number: int) -> dict[str, Any]:
+    """Of a rank, and on how many it was compiled: where ranks share a cache, one does it for the others."""
     names = ("direction", "exchanges", "sites", "refused", "seconds", "from_cache")
-    return {name: graph[name] for name in names} | {"timeline": graph.get("timeline", [])}
+    graph = rank.graph[number]
+    compiled = [r for r in run.ranks.values() if number < len(r.graph) and not r.graph[number]["from_cache"]]
+    entry = {name: graph[name] for name in names} | {"timeline": graph.get("timeline", [])}
+    return entry | {"compiled_on": len(compiled), "of_ranks": len(run.ranks)}
+
+
+def graph_lines(g: dict[str, Any]) -> tuple[str, str]:
+    """Where a graph came from, and how many exchanges it has, in words."""
+    came = "compiled" if g["compiled_on"] else "out of torch's cache"
+    if 0 < g["compiled_on"] < g["of_ranks"]:
+        came = f"compiled on {g['compiled_on']} of {g['of_ranks']} ranks, out of torch's cache on the others,"
+    return f"{g['direction']} graph, {came} in {g['seconds']:.1f} s", exchanges_in_words(g)
+
+
+def exchanges_in_words(g: dict[str, Any]) -> str:
+    if not g["sites"]:
+        return "no passes, so its exchanges were not looked for"
+    return f"{g['exchanges']} exchange{'s' * (g['exchanges'] != 1)}"

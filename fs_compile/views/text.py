@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from freescale.views.records import PARTS
-from freescale.views.summary import head_lines
+from freescale.views.summary import graph_lines, head_lines
 
 MEANING = {
     "compute": "compute",
@@ -84,8 +84,8 @@ def _balance(s: dict[str, Any]) -> str:
 def _graphs(s: dict[str, Any]) -> str:
     lines = []
     for g in s["graphs"]:
-        came = "out of torch's cache" if g["from_cache"] else "compiled"
-        sites = ", ".join(f"{name} {n}" for name, n in g["sites"].items()) or "no passes"
-        lines.append(f"{g['direction']} graph, {came} in {g['seconds']:.1f} s: {g['exchanges']} exchanges; {sites}")
+        came, exchanges = graph_lines(g)
+        sites = "".join(f"{', ' if i else '; '}{name} {n}" for i, (name, n) in enumerate(g["sites"].items()))
+        lines.append(f"{came}: {exchanges}{sites}")
         lines += [f"  {why}" for why in g["refused"]]
     return "\n".join(lines)

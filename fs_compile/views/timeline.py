@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from freescale.views.summary import exchanges_in_words
+
 LANES = ("compute", "urgent", "late", "early")
 Blocks = dict[str, list[tuple[float, float, str, str]]]
 
@@ -60,18 +62,19 @@ def text_timeline(graphs: list[dict[str, Any]]) -> str:
     """Each graph's order, in words."""
     lines: list[str] = []
     for g in graphs:
-        lines.append(f"{g['direction']} graph: {g['exchanges']} exchanges")
+        lines.append(f"{g['direction']} graph: {exchanges_in_words(g)}")
         for e in g.get("timeline", []):
             if e["do"] == "launch":
                 what = f"launch {e['what']} ({e['kind']}): {e['bytes']} bytes, {e['seconds'] * 1e3:.4f} ms on the wire"
             elif e["do"] == "wait":
                 what = f"wait for {e['what']}"
             else:
-                what = f"  compute {e['seconds'] * 1e3:.4f} ms: {e['nodes']} nodes, the longest {e['what']}"
+                nodes = f"{e['nodes']} node{'s' * (e['nodes'] != 1)}"
+                what = f"  compute {e['seconds'] * 1e3:.4f} ms: {nodes}, the longest {e['what']}"
             lines.append(f"  {what}")
         lines += [f"  {why}" for why in g["refused"]]
     _, seconds, exposed = predict(graphs, 1)
     if seconds:
         lines.append("(the first step, which is traced, has no late gradients; later ones send some)")
-        lines.append(f"predicted for the traced batch: {seconds * 1e3:.2f} ms a step, {exposed * 1e3:.2f} exposed")
+        lines.append(f"predicted for the traced batch: {seconds * 1e3:.4g} ms a step, {exposed * 1e3:.4g} exposed")
     return "\n".join(lines)

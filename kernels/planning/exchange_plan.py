@@ -322,10 +322,15 @@ def split_batches(
     message: torch.Tensor, collision: Collision, before: Requests, after: Requests
 ) -> tuple[GradientsPlan, RowsPlan]:
     """Plan the gradients of `before` and the rows of `after`, from what the owners told this rank."""
-    first_part, flags = _first_part(after.recv_counts, before.recv_counts), message.numpy().astype(bool)
-    keys_after, keys_before = torch.from_numpy(flags[first_part]), torch.from_numpy(flags[~first_part])
+    keys_before, keys_after = map(torch.from_numpy, urgent_keys(message, before, after))
     gradients = plan_gradients(split_requests(before, keys_before, collision.before))
     return gradients, plan_rows(after, split_requests(after, keys_after, collision.after))
+
+
+def urgent_keys(message: torch.Tensor, before: Requests, after: Requests) -> tuple[np.ndarray, np.ndarray]:
+    """Which of a requester's unique keys both batches need, in the one before and in the one after."""
+    first_part, flags = _first_part(after.recv_counts, before.recv_counts), message.numpy().astype(bool)
+    return flags[~first_part], flags[first_part]
 
 
 def _first_part(first_counts: torch.Tensor, second_counts: torch.Tensor) -> np.ndarray:

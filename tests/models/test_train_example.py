@@ -81,6 +81,7 @@ def train(folder, device: str, **env: str) -> dict:
         env={**os.environ, **rank, "PYTHONPATH": path, **env}, capture_output=True, text=True, timeout=250, check=False
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "it/s" not in done.stderr  # no progress bar where there is no terminal
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -93,6 +94,15 @@ def check(said: dict, device: str, most: float) -> None:
 
 def test_without_torchrec(tmp_path):
     check(train(tmp_path, "cpu", OMP_NUM_THREADS="1", FREESCALE_CODEGEN="eager"), "cpu", 1e-5)
+
+
+def test_the_progress_bar_shows_bubbles():
+    import train_hstu
+
+    shown = train_hstu.Bubbles()
+    for name, value in (("step_seconds", 0.2), ("exposed_share", 0.125), ("compute_share", 0.8), ("straggler_share", 0.01)):
+        shown.add_scalar(f"freescale/{name}", value, 3)
+    assert shown == {"exposed": "12.5%", "straggler": "1.0%"}
 
 
 class TestOnGpu:

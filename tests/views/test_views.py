@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,15 +14,19 @@ import pytest
 from freescale.__main__ import main
 from freescale.views import page, profile, records, summary, svg, text, timeline, trace
 
-LAUNCH = ["urgent rows of item", 0.01, 0.02, 0.05, 4000, 0.03]
+
+def ticks(*seconds: float) -> list[int]:
+    return [round(s / records.TICK) for s in seconds]
 
 
-def step(number: int, seconds: float = 0.1, **parts: float) -> dict:
+def step(number: int, seconds: float = 0.1, name: str = "urgent rows of item", **parts: float) -> dict:
+    """What it waits for, 30 ms long, counts as far as `exposed` says."""
     spent = {part: parts.get(part, 0.0) for part in records.PARTS}
     spent["compute"] = seconds - sum(spent.values())
-    waits = {"urgent rows of item": spent["exposed"], "loader": spent["loader"]}
-    entry = {"kind": "step", "step": number, "seconds": seconds, "at": 1e9 + number, "waits": waits, **spent}
-    return entry | {"bytes": {"urgent rows of item": 4000, "loader": 0}, "launches": [LAUNCH]}
+    launch = [name, *ticks(0.01, 0.02, 0.05), 4000, *ticks(spent["exposed"], 0.04)]
+    loader = ["loader", *ticks(0.0, 0.0, 0.02), 0, *ticks(spent["loader"], 0.02)]
+    entry = {"kind": "step", "step": number, "seconds": seconds, "at": 1e9 + number, **spent}
+    return entry | {"launches": [launch, loader]}
 
 
 def graph(direction: str = "forward", **more) -> dict:
@@ -71,8 +78,20 @@ def test_page_needs_no_network_and_has_its_plots(folder):
     assert '<span class="plus">+c</span>' in made
 
 
+def test_what_follows_from_launches_and_what_a_gpu_says_of_them(tmp_path):
+    """Two launches of one name add up. On a GPU, the host's waits count as far as its stream stood still."""
+    twice = step(0, exposed=0.01, loader=0.02)
+    twice["launches"].append(twice["launches"][0])
+    write(tmp_path, world=1, lines=[twice, step(1, loader=0.02) | {"waits": {"loader": 0.005}}])
+    first, second = records.read(tmp_path).ranks[0].step
+    assert first["waits"] == pytest.approx({"urgent rows of item": 0.02, "loader": 0.02})
+    assert first["bytes"] == {"urgent rows of item": 8000, "loader": 0}
+    assert first["flight"]["urgent rows of item"] == pytest.approx(0.08)
+    assert second["waits"]["loader"] == 0.005
+
+
 def test_names_are_escaped(tmp_path):
-    write(tmp_path, world=1, lines=[step(0, exposed=0.01) | {"waits": {"<b>&": 0.01}}])
+    write(tmp_path, world=1, lines=[step(0, exposed=0.01, name="<b>&")])
     made = page.page(records.read(tmp_path))
     assert "&lt;b&gt;&amp;" in made and "<b>&" not in made
 
@@ -95,6 +114,7 @@ def test_a_killed_rank_and_one_without_a_record(tmp_path):
         ([], "nonsense\n{}\n", "line 2: not a line of a record"),
         ([{"kind": "stap"}], "", "line 2: field 'kind' is 'stap'"),
         ([{"kind": "step", "step": 1}], "", "line 2: a line of kind 'step' lacks the field 'seconds'"),
+        ([step(0) | {"launches": [["x", 0.1, 0.2, 0.3, 4, 0.1]]}], "", "line 2: its launches were written by another version"),
     ],
 )
 def test_lines_that_cannot_be_read(tmp_path, lines, tail, words, capsys):
@@ -138,6 +158,9 @@ def test_predicted_timeline():
     assert [len(blocks[lane]) for lane in timeline.LANES] == [1, 1, 0, 0]
     said = timeline.text_timeline([graph()])
     assert said.index("launch urgent rows") < said.index("compute 3.0000 ms") < said.index("wait for urgent rows")
+    assert "4 ms a step, 1 exposed" in said
+    tiny = [{**e, "seconds": e.get("seconds", 0) / 1e4} for e in graph()["timeline"]]
+    assert "0.0004 ms a step, 0.0001 exposed" in timeline.text_timeline([graph(timeline=tiny)])  # not 0.00
     assert timeline.lanes_of_graphs([graph(timeline=[])]) == []
 
 
@@ -187,3 +210,13 @@ def test_explain_of_what_is_no_command(capsys):
     assert main(["explain", "--", "/nowhere/at/all"]) == 2 and "cannot be run" in capsys.readouterr().err
     assert main(["explain", "--", "true"]) == 2 and "compiled nothing with freescale" in capsys.readouterr().err
     assert main(["explain", "--", "false"]) == 1
+
+
+def test_a_reader_that_has_enough_is_no_error(folder):
+    """As in `python -m freescale report runs/a | head -3`: nobody reads the rest."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "freescale", "report", str(folder)]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writing)
+    assert done.stderr == "" and done.returncode == 0
