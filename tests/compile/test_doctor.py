@@ -122,7 +122,7 @@ def test_torch_that_is_not_supported(no_torchrec, monkeypatch, capsys):
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "2.10.0 (not supported)" in said
-    assert "a supported torch: this is 2.10.0. Install torch 2.11 or 2.12 or 2.13." in said
+    assert "a supported torch: this is 2.10.0. Install torch 2.11 or 2.12 or 2.13 or 2.14." in said
 
 
 def test_self_test_that_fails(no_torchrec, monkeypatch, capsys):
@@ -160,7 +160,7 @@ def test_unknown_command(capsys):
 
 
 def test_versions_agree_with_compat_and_the_makefile():
-    assert tuple(doctor.TORCHREC_FOR) == version.SUPPORTED
+    assert (*doctor.TORCHREC_FOR, *doctor.WITHOUT_TORCHREC) == version.SUPPORTED
     lines = MAKEFILE.read_text().splitlines()
     for minor, (torchrec, fbgemm) in doctor.TORCHREC_FOR.items():
         assert f"TORCHREC_{minor} := {torchrec}" in lines
