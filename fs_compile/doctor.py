@@ -93,7 +93,7 @@ def examine() -> Facts:
 
 
 def _examine_torch(facts: Facts, torch: Any) -> None:
-    facts.torch_supported = _minor(torch.__version__) in TORCHREC_FOR
+    facts.torch_supported = _minor(torch.__version__) in (*TORCHREC_FOR, *WITHOUT_TORCHREC)
     why = _self_test()
     remedy = f"Install torch {' or '.join(TORCHREC_FOR)}."
     if not facts.torch_supported:
