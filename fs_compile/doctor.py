@@ -23,7 +23,14 @@ from freescale import config
 
 # The TorchRec and FBGEMM releases made for each supported torch, and what TorchRec needs, as in the Makefile. (TorchRec
 # itself asks for fbgemm-gpu, of which there are wheels for x86-64 with CUDA alone.)
-TORCHREC_FOR = {"2.11": ("1.6.1", "1.6.0"), "2.12": ("1.7.0", "1.7.0"), "2.13": ("1.8.0", "1.8.0")}
+TORCHREC_FOR = {
+    "2.11": ("1.6.1", "1.6.0"),
+    "2.12": ("1.7.0", "1.7.0"),
+    "2.13": ("1.8.0", "1.8.0"),
+    "2.14": ("1.9.2", "1.9.0"),
+}
+WITHOUT_TORCHREC = ("2.15",)  # FBGEMM 1.9 does not load under it
+NEWEST = "2.14"  # with all parts
 
 TORCHREC_NEEDS = "tensordict pyre-extensions torchmetrics tqdm iopath psutil typing-extensions"
 
@@ -70,7 +77,7 @@ def examine() -> Facts:
     torch, why = _import("torch")
     facts.versions["torch"] = torch and torch.__version__
     if torch is None:
-        facts.missing.append(Missing(f"torch: {why}", "Install torch 2.13.", fatal=True))
+        facts.missing.append(Missing(f"torch: {why}", f"Install torch {NEWEST}.", fatal=True))
     else:
         _examine_torch(facts, torch)
         _examine_triton(facts)
@@ -86,7 +93,7 @@ def examine() -> Facts:
 
 
 def _examine_torch(facts: Facts, torch: Any) -> None:
-    facts.torch_supported = _minor(torch.__version__) in TORCHREC_FOR
+    facts.torch_supported = _minor(torch.__version__) in (*TORCHREC_FOR, *WITHOUT_TORCHREC)
     why = _self_test()
     remedy = f"Install torch {' or '.join(TORCHREC_FOR)}."
     if not facts.torch_supported:
@@ -166,8 +173,9 @@ def _examine_c_code(facts: Facts) -> None:
 
 def _examine_tables(facts: Facts) -> None:
     torch_minor = _minor(facts.versions["torch"] or "")
+    without = torch_minor in WITHOUT_TORCHREC
     if torch_minor not in TORCHREC_FOR:
-        torch_minor = "2.13"
+        torch_minor = NEWEST
     wanted, wanted_fbgemm = TORCHREC_FOR[torch_minor]
     _, why = _import("torchrec.distributed.embedding")
     facts.versions["torchrec"] = _installed_version("torchrec")
@@ -180,7 +188,10 @@ def _examine_tables(facts: Facts) -> None:
         f"pip install {TORCHREC_NEEDS} && pip install --no-deps torchrec=={wanted} {fbgemm}"
     )
     installed = facts.versions["torchrec"]
-    if why is not None:
+    if without and why is not None:
+        remedy = f"FBGEMM {wanted_fbgemm}, the newest, does not load under torch {facts.versions['torch']}. For TorchRec: torch {torch_minor}."
+        facts.missing.append(Missing(f"TorchRec: {why}", remedy))
+    elif why is not None:
         facts.missing.append(Missing(f"TorchRec: {why}", remedy))
     elif installed is not None and _minor(installed) != _minor(wanted):
         facts.missing.append(Missing(f"a TorchRec for torch {torch_minor}: this is {installed}", remedy))

@@ -64,6 +64,10 @@ def _patches(post_pass: CustomGraphPass) -> dict[str, Any]:
     if theirs is not None and type(theirs) is not type(post_pass):
         post_pass = _Chain(theirs, post_pass)
     patches: dict[str, Any] = {"post_grad_custom_post_pass": post_pass}
+    if hasattr(getattr(config, "aten_distributed_optimizations", None), "enable_simple_overlap"):
+        # On since torch 2.14. It moves launches and waits of c10d around ours, which it does not know, and so away from
+        # where overlap_attention put them.
+        patches["aten_distributed_optimizations.enable_simple_overlap"] = False
     if config.cpp_wrapper:
         # Seen with torch 2.11 on a GPU: with look-ahead, the C++ wrapper computes other numbers.
         log.warning("Inductor's cpp_wrapper is off for graphs that freescale compiles")

@@ -122,7 +122,7 @@ def test_torch_that_is_not_supported(no_torchrec, monkeypatch, capsys):
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "2.10.0 (not supported)" in said
-    assert "a supported torch: this is 2.10.0. Install torch 2.11 or 2.12 or 2.13." in said
+    assert "a supported torch: this is 2.10.0. Install torch 2.11 or 2.12 or 2.13 or 2.14." in said
 
 
 def test_self_test_that_fails(no_torchrec, monkeypatch, capsys):
@@ -135,7 +135,17 @@ def test_self_test_that_fails(no_torchrec, monkeypatch, capsys):
     assert "the self test of freescale.compat failed (AttributeError: no such thing)" in said
 
 
+def test_torch_without_a_torchrec(no_torchrec, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "2.15.0 (supported)" in said
+    assert "FBGEMM 1.9.0, the newest, does not load under torch 2.15.0. For TorchRec: torch 2.14." in said
+
+
 def test_without_torchrec_it_is_usable(no_torchrec, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(doctor, "WITHOUT_TORCHREC", ())
+    monkeypatch.setattr(torch, "__version__", "2.14.1")
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["tables"]["native"] == "yes"
@@ -160,7 +170,7 @@ def test_unknown_command(capsys):
 
 
 def test_versions_agree_with_compat_and_the_makefile():
-    assert tuple(doctor.TORCHREC_FOR) == version.SUPPORTED
+    assert (*doctor.TORCHREC_FOR, *doctor.WITHOUT_TORCHREC) == version.SUPPORTED
     lines = MAKEFILE.read_text().splitlines()
     for minor, (torchrec, fbgemm) in doctor.TORCHREC_FOR.items():
         assert f"TORCHREC_{minor} := {torchrec}" in lines

@@ -80,7 +80,7 @@ def _changed(texts: dict[tuple[str, str], str], way: str) -> str:
     return "\n".join(line for line in lines if line[:3] not in ("---", "+++") and line[:2] != "@@")
 
 
-@pytest.mark.skipif(TORCH != "2.13", reason="2.11 and 2.12 number the same nodes differently")
+@pytest.mark.skipif(TORCH != "2.14", reason="other releases number nodes differently, or keep other sizes for backward")
 class Golden(expecttest.TestCase):
     maxDiff = None
 
@@ -128,7 +128,7 @@ tanh = aten.tanh(getitem_9)  # float32[s23, 8]
 permute = aten.permute(primals_7, [1, 0])  # float32[8, 1]
 addmm = aten.addmm(primals_8, tanh, permute)  # float32[s23, 1]
 sum_1 = aten.sum(addmm)  # float32[]
-return [sum_1, primals_6, primals_7, getitem_1, getitem_2, getitem_3, getitem_5, getitem_6, getitem_7, getitem_8, tanh, primals_4, sym_size_int_2, sym_size_int_1, sym_size_int_3]""")
+return [sum_1, primals_6, primals_7, getitem_1, getitem_2, getitem_3, getitem_5, getitem_6, getitem_7, getitem_8, tanh, primals_4, sym_size_int_2]""")
 
     def test_composites_of_the_backward(self):
         self.assertExpectedInline(self.texts["backward", "find_exchanges"], """\
@@ -193,7 +193,7 @@ all_to_all_launch_default = freescale.all_to_all_launch(primals_38, primals_43, 
 wait_tensor_default_1 = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[s66, 8]
 update__default = freescale.update_(expect_ids, wait_tensor_default_1, primals_40, primals_36, primals_42, 1, item)  # float32[0, 8]
 all_to_all_rows_launch = freescale.all_to_all_rows_launch(update__default, primals_47, primals_48, primals_49, primals_45, 2, item, 2)  # float32[s1, 8]; early rows, chunk, 32*s1 bytes
-return [sum_1, all_to_all_rows_launch, primals_16, primals_18, primals_24, primals_26, primals_28, primals_30, primals_31, primals_32, primals_34, primals_50, expect_ids, tanh, primals_13, primals_27, primals_15, primals_17, primals_23, primals_25, primals_29, primals_10]""")
+return [sum_1, all_to_all_rows_launch, primals_16, primals_18, primals_24, primals_26, primals_28, primals_30, primals_31, primals_32, primals_34, primals_50, expect_ids, tanh, primals_13, primals_27, primals_15, primals_17, primals_23, primals_25, primals_29, primals_10, primals_33]""")
 
     def test_planned_backward(self):
         """Urgent gradients launched, waited for and applied; the late ones leave the graph as they are."""

@@ -166,9 +166,9 @@ def test_the_two_lines_that_install_torchrec():
     from freescale import doctor
 
     lines = [c for c in commands() if c.startswith("pip install") and "[" not in c]
-    torchrec, fbgemm = doctor.TORCHREC_FOR["2.13"]
+    torchrec, fbgemm = doctor.TORCHREC_FOR[doctor.NEWEST]
     assert lines == [
-        f"pip install . {doctor.TORCHREC_NEEDS}",
+        f'pip install . "torch=={doctor.NEWEST}.*" {doctor.TORCHREC_NEEDS}',
         f"pip install --no-deps torchrec=={torchrec} fbgemm-gpu-cpu=={fbgemm}",
     ]
 
