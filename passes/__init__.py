@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import fx
 
 from freescale.config import PASS_NAMES, Config
+from freescale.passes.bucket_gradients import bucket_gradients
 from freescale.passes.find_exchanges import find_exchanges
 from freescale.passes.gather_parts import gather_parts
 from freescale.passes.lower_copies import lower_copies
@@ -19,6 +20,7 @@ _BY_NAME: dict[str, Pass] = {
     "find_exchanges": find_exchanges,
     "split_exchanges": split_exchanges,
     "gather_parts": gather_parts,
+    "bucket_gradients": bucket_gradients,
     "overlap_attention": overlap_attention,
     "lower_copies": lower_copies,
 }

@@ -20,6 +20,7 @@ from freescale.compat import (
     inductor,
     interpreted_graph,
     logs,
+    module_state,
     nixl,
     torchrec,
     triton_launch,
@@ -28,7 +29,7 @@ from freescale.compat import (
 
 PROBED = (
     version, distributed, dynamo, dynamo_settings, compiled_modules, inductor, interpreted_graph, fx_values, logs, cuda,
-    dlpack, triton_launch, backports, fbgemm, torchrec, nixl,
+    module_state, dlpack, triton_launch, backports, fbgemm, torchrec, nixl,
 )  # fmt: skip
 
 
