@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from freescale.compat import distributed, module_state, torchrec
-from freescale.compat.module_state import StateInput
+from freescale.compat.module_state import ParameterInput
 from freescale.config import Config, ConfigError
 from freescale.runtime import dense_parameters
 from freescale.runtime.dense_parameters import AVERAGED_BY_TABLES, AVERAGED_IN_GRAPHS
@@ -43,15 +43,15 @@ def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> 
     if distributed.group_by_name(group_name).size() == 1:
         return None
     owners = _Owners()
-    state = _unowned(module_state.state_inputs(gm, inputs), owners, cfg)
-    marked = _mark(gm, [s for s in state if s.is_trained], group_name)
+    parameters = _unowned(module_state.parameter_inputs(gm, inputs), owners, cfg)
+    marked = _mark(gm, [p for p in parameters if p.is_trained], group_name)
     if not marked:
         return None
     _refuse_ddp_from_now_on()
-    for s in marked:
-        AVERAGED_IN_GRAPHS.add(s.tensor)
+    for p in marked:
+        AVERAGED_IN_GRAPHS.add(p.tensor)
     _watch_parameters_outside_graphs(marked, owners)
-    places = [(s.name, s.index) for s in state]
+    places = [(p.name, p.index) for p in parameters]
 
     def before_first_run(args: Sequence[Any]) -> None:
         dense_parameters.begin_alike([(name, args[i]) for name, i in places], group_name, cfg.timeout)
@@ -59,23 +59,24 @@ def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> 
     return before_first_run
 
 
-def _mark(gm: fx.GraphModule, parameters: list[StateInput], group_name: str) -> list[StateInput]:
+def _mark(gm: fx.GraphModule, parameters: list[ParameterInput], group_name: str) -> list[ParameterInput]:
     """Those that the graph computes with. Their gradients are complete in the reverse order of their first use."""
     position = {n: i for i, n in enumerate(gm.graph.nodes)}
     first_use = {
-        s.index: min((position[u] for u in s.node.users if u.op != "output"), default=-1) for s in parameters
+        p.index: min((position[u] for u in p.node.users if u.op != "output"), default=-1) for p in parameters
     }
-    used = [s for s in parameters if first_use[s.index] >= 0]
-    used.sort(key=lambda s: (-first_use[s.index], -s.index))
+    used = [p for p in parameters if first_use[p.index] >= 0]
+    used.sort(key=lambda p: (-first_use[p.index], -p.index))
     behind_inputs = next(n for n in gm.graph.nodes if n.op != "placeholder")
-    for place, s in enumerate(used):
+    for place, p in enumerate(used):
         with gm.graph.inserting_before(behind_inputs):
             new = gm.graph.call_function(
-                torch.ops.freescale.averaged_parameter.default, (s.node, s.name, place, group_name)
+                torch.ops.freescale.averaged_parameter.default, (p.node, p.name, place, group_name)
             )
-        module_state.copy_example(new, s.node)
+        module_state.copy_example(new, p.node)
         # What leaves the graph is the parameter itself.
-        s.node.replace_all_uses_with(new, lambda user, new=new: user is not new and user.op != "output")  # type: ignore[misc]
+        for user in [u for u in p.node.users if u is not new and u.op != "output"]:
+            user.replace_input_with(p.node, new)
     gm.recompile()
     return used
 
@@ -118,7 +119,7 @@ class _Owners:
         modules = module_state.live_modules((nn.Module,))
         sharded = [m for m in modules if isinstance(m, ShardedEmbedding) or torchrec.is_sharded_module(m)]
         wrappers = [m for m in modules if isinstance(m, DistributedDataParallel)]
-        self._of_tables = {id(t) for m in sharded for t in (*m.parameters(), *m.buffers())}
+        self._of_tables = {id(p) for m in sharded for p in m.parameters()}
         self._of_ddp = {id(p) for m in wrappers for p in module_state.averaged_by_ddp(m)}
 
     def leave_alone(self, tensor: torch.Tensor) -> bool:
@@ -130,14 +131,14 @@ class _Owners:
         return id(tensor) in self._of_ddp
 
 
-def _unowned(state: list[StateInput], owners: _Owners, cfg: Config) -> list[StateInput]:
-    ours = [s for s in state if not owners.leave_alone(s.tensor)]
-    if theirs := [s for s in ours if owners.ddp_averages(s.tensor)]:
+def _unowned(parameters: list[ParameterInput], owners: _Owners, cfg: Config) -> list[ParameterInput]:
+    ours = [p for p in parameters if not owners.leave_alone(p.tensor)]
+    if theirs := [p for p in ours if owners.ddp_averages(p.tensor)]:
         _say_that_ddp_averages(theirs, cfg)
-    return [s for s in ours if s not in theirs]
+    return [p for p in ours if not owners.ddp_averages(p.tensor)]
 
 
-def _say_that_ddp_averages(theirs: list[StateInput], cfg: Config) -> None:
+def _say_that_ddp_averages(theirs: list[ParameterInput], cfg: Config) -> None:
     message = (
         f"FREESCALE_DENSE=allreduce leaves {len(theirs)} parameters, the first of them {theirs[0].name}, to "
         "DistributedDataParallel, which is wrapped around them and averages their gradients after the backward pass; "
@@ -163,7 +164,7 @@ def _refuse_ddp_from_now_on() -> None:
     module_state.before_ddp_wraps(check)
 
 
-def _watch_parameters_outside_graphs(marked: list[StateInput], owners: _Owners) -> None:
+def _watch_parameters_outside_graphs(marked: list[ParameterInput], owners: _Owners) -> None:
     """A parameter of the same model that no graph takes, and that has a gradient all the same, is an error: nobody
     would average it."""
     for name, parameter in _parameters_beside(marked):
@@ -184,10 +185,10 @@ def _watch_parameters_outside_graphs(marked: list[StateInput], owners: _Owners) 
 _watched = dense_parameters.TensorSet()
 
 
-def _parameters_beside(marked: list[StateInput]) -> list[tuple[str, nn.Parameter]]:
+def _parameters_beside(marked: list[ParameterInput]) -> list[tuple[str, nn.Parameter]]:
     """The other trained parameters of all modules around those of the marked ones."""
     modules = module_state.live_modules((nn.Module,))
-    ids = {id(s.tensor) for s in marked}
+    ids = {id(p.tensor) for p in marked}
     around = {id(m) for m in modules if any(id(p) in ids for p in m._parameters.values())}
     while True:
         more = {id(m) for m in modules if any(id(c) in around for c in m._modules.values())} - around

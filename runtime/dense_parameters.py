@@ -1,7 +1,7 @@
 """Dense parameters whose gradients the compiled graphs average: which they are, and that all ranks begin alike.
 
-DistributedDataParallel sends rank 0's parameters and buffers to all others when it is made. Without it, that is done
-here, before the first graph that takes them runs.
+DistributedDataParallel sends rank 0's parameters to all others when it is made. Without it, that is done here, before
+the first graph that takes them runs. Buffers stay each rank's own, as in TorchRec's DistributedModelParallel.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ AVERAGED_IN_GRAPHS = TensorSet()
 _alike = TensorSet()  # sent by rank 0
 
 
-def begin_alike(state: Sequence[tuple[str, torch.Tensor]], group_name: str, timeout: float) -> None:
+def begin_alike(parameters: Sequence[tuple[str, torch.Tensor]], group_name: str, timeout: float) -> None:
     """All ranks of the group take the values of its first rank, once per tensor. Collective."""
-    new = [(name, t) for name, t in state if t not in _alike]
+    new = [(name, t) for name, t in parameters if t not in _alike]
     if not new:
         return
     texts = [f"{name} {list(t.shape)} {t.dtype}" for name, t in new]
-    agreement.agree({"dense parameters and buffers": texts}, timeout, group_name)
+    agreement.agree({"dense parameters": texts}, timeout, group_name)
     group = distributed.group_by_name(group_name)
     with torch.no_grad(), dynamo.outside_inference_mode():
         changed = [name for part in _parts(new) for name in _receive(part, group)]
@@ -55,16 +55,16 @@ def begin_alike(state: Sequence[tuple[str, torch.Tensor]], group_name: str, time
         _alike.add(tensor)
     if changed:
         log.info(
-            "%d parameters and buffers, the first of them %s, were not those of rank %d; they are now",
+            "%d parameters, the first of them %s, were not those of rank %d; they are now",
             len(changed), changed[0], dist.get_global_rank(group, 0),
         )  # fmt: skip
 
 
-def _parts(state: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
+def _parts(parameters: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
     """Of one device each, and not too large."""
     parts: list[list[tuple[str, torch.Tensor]]] = []
     size = 0
-    for name, tensor in sorted(state, key=lambda s: str(s[1].device)):
+    for name, tensor in sorted(parameters, key=lambda p: str(p[1].device)):
         if not parts or parts[-1][0][1].device != tensor.device or size + tensor.nbytes > _BROADCAST_BYTES:
             parts.append([])
             size = 0

@@ -1,4 +1,4 @@
-"""Which inputs of a Dynamo graph are parameters and buffers of a module, and who else takes care of them."""
+"""Which inputs of a Dynamo graph are parameters of a module, and who else takes care of them."""
 
 from __future__ import annotations
 
@@ -15,34 +15,32 @@ from torch.nn.parallel import DistributedDataParallel
 
 from freescale.compat.fbgemm import names_used_by
 
-_PART = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+_PART = re.compile(r"\._(?:modules|parameters)\['([^']+)'\]")
 _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod")
 
 
 @dataclass(frozen=True)
-class StateInput:
-    """A parameter or a buffer that a graph takes."""
+class ParameterInput:
+    """A parameter that a graph takes."""
 
     index: int  # among the inputs
     node: fx.Node
-    tensor: torch.Tensor
+    tensor: nn.Parameter
     name: str  # in the model, alike on every rank
-    is_parameter: bool
 
     @property
     def is_trained(self) -> bool:
-        return self.is_parameter and self.tensor.requires_grad and self.tensor.is_leaf
+        return self.tensor.requires_grad and self.tensor.is_leaf
 
 
-def state_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[StateInput]:
+def parameter_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[ParameterInput]:
     """In the order of the inputs."""
-    found = []
-    for i, (node, x) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
-        source = _source_name(node)
-        is_parameter = isinstance(x, nn.Parameter)
-        if is_parameter or (isinstance(x, torch.Tensor) and "._buffers['" in source):
-            found.append(StateInput(i, node, x, _short(source) or node.name, is_parameter))
-    return found
+    nodes = gm.graph.find_nodes(op="placeholder")
+    return [
+        ParameterInput(i, node, x, _short(_source_name(node)) or node.name)
+        for i, (node, x) in enumerate(zip(nodes, inputs, strict=True))
+        if isinstance(x, nn.Parameter)
+    ]
 
 
 def _source_name(node: fx.Node) -> str:
@@ -80,28 +78,29 @@ def left_out_of_ddp(tensor: torch.Tensor) -> bool:
 
 def before_ddp_wraps(check: Callable[[nn.Module], None]) -> None:
     """From now on `check` is called with each module that is about to be wrapped."""
-    wrap = DistributedDataParallel.__init__
+    # Called in __init__ before anything travels. (With a wrapper around __init__ its warnings would seem to be ours.)
+    build = DistributedDataParallel._build_params_for_reducer
 
-    @functools.wraps(wrap)
-    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        check(module)
-        wrap(self, module, *args, **kwargs)
+    @functools.wraps(build)
+    def checked(self: Any) -> Any:
+        check(self.module)
+        return build(self)
 
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    DistributedDataParallel._build_params_for_reducer = checked  # type: ignore[method-assign]
 
 
 def probe() -> None:
     """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    found: list[StateInput] = []
+    found: list[ParameterInput] = []
 
     def keep(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        found.extend(state_inputs(gm, inputs))
+        found.extend(parameter_inputs(gm, inputs))
         return gm.forward
 
     module = nn.BatchNorm1d(2)
     torch.compile(module, backend=keep)(torch.zeros(2, 2))
-    assert {"weight", "bias", "running_mean"} <= {s.name for s in found}, found
-    assert [s.name for s in found if s.is_trained] == ["weight", "bias"]
+    assert [(p.name, p.is_trained) for p in found] == [("weight", True), ("bias", True)], found
     assert module in live_modules((nn.BatchNorm1d,))
+    assert callable(DistributedDataParallel._build_params_for_reducer)
     assert hasattr(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")
     assert "parameters_to_ignore" in names_used_by(DistributedDataParallel)
