@@ -86,6 +86,9 @@ class ListScheduler:
                 self._schedule(node)
         for node in [*first, *sorted(sunk, key=self.position.__getitem__), *last]:
             if node.target is not WAIT:  # a wait stands directly before its first consumer
+                for wait in [n for n in self.predecessors[node] if n.target is WAIT]:
+                    self._schedule(wait)
+                dense = self._schedule_dense(dense)
                 self._schedule(node)
                 dense = self._schedule_dense(dense)
                 background = self._schedule_background(background)
