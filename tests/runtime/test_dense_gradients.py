@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import trec
 from ranks import HAS_TORCHREC, run_ranks
@@ -123,7 +124,7 @@ def test_a_native_model_trains_as_with_ddp_on_four_ranks():
     assert max(run_ranks(partial(_native_against_ddp, "inductor"), 4)) <= 1e-6
 
 
-def _torchrec(layout: str, dense: bool, codegen: str) -> tuple[list[float], State, dict[str, Any]]:
+def _torchrec(layout: str, dense: bool, codegen: str, look_ahead: bool) -> tuple[list[float], State, dict[str, Any]]:
     from torch._dynamo.utils import counters
 
     import freescale
@@ -136,20 +137,21 @@ def _torchrec(layout: str, dense: bool, codegen: str) -> tuple[list[float], Stat
     model = trec.build(layout, "rowwise_adagrad", ddp=not dense)
     options = {"codegen": codegen, "dense": "allreduce" if dense else "off", "strict": True}
     run = torch.compile(model, backend="freescale", fullgraph=dense, options=options)
-    losses = trec.train(model, run, STEPS, none=False)
+    batches = [trec.batch(step, dist.get_rank(), none=False) for step in range(STEPS)]
+    losses = trec.train_on(model, run, freescale.LookaheadLoader(batches, run) if look_ahead else batches)
     state = {**trec.snapshot(model), **trec.optimizer_state(model)}
     return losses, state, freescale.report()
 
 
-def _torchrec_against_ddp(layout: str, codegen: str = "eager") -> dict[str, Any]:
-    losses, expected, _ = _torchrec(layout, False, codegen)
-    found_losses, found, report = _torchrec(layout, True, codegen)
+def _torchrec_against_ddp(layout: str, codegen: str = "eager", look_ahead: bool = False) -> dict[str, Any]:
+    losses, expected, _ = _torchrec(layout, False, codegen, look_ahead)
+    found_losses, found, report = _torchrec(layout, True, codegen, look_ahead)
     difference = max(abs(a - b) for a, b in zip(losses, found_losses, strict=True))
     return {"difference": max(difference, _worst(found, expected)), "report": report}
 
 
 @needs_torchrec
-@pytest.mark.parametrize("case", ("row_wise", "mixed", "row_wise under inductor"))
+@pytest.mark.parametrize("case", ("row_wise", "mixed", "row_wise under inductor", "look-ahead"))
 def test_a_whole_dmp_is_one_graph_and_trains_as_with_ddp_bit_for_bit(case, checked):
     for rank in checked.of(case):
         assert rank["difference"] == 0.0
@@ -166,6 +168,17 @@ def test_a_whole_dmp_trains_as_with_ddp_on_four_ranks():
 # ---- graph breaks, other groups, one rank ----------------------------------------------------------------------------
 
 
+class Checkpointed(nn.Module):
+    """Its first layer is computed anew in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.b(checkpoint(lambda y: torch.tanh(self.a(y)), x, use_reentrant=False)).square().mean()
+
+
 class Broken(nn.Module):
     """Two graphs that share a parameter."""
 
@@ -179,12 +192,12 @@ class Broken(nn.Module):
         return torch.tanh(self.a(x)).square().mean()
 
 
-def _with_a_graph_break() -> float:
+def _dense_against_ddp(make: type[nn.Module]) -> float:
     results = []
     for dense in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(7 * dist.get_rank())
-        model = Broken()
+        model = make()
         wrapped = model if dense else DistributedDataParallel(model)
         options = {"codegen": "eager", "dense": "allreduce" if dense else "off"}
         results.append(_train(model, torch.compile(wrapped, backend="freescale", options=options)))
@@ -193,6 +206,23 @@ def _with_a_graph_break() -> float:
 
 def test_a_parameter_in_two_graphs_is_averaged_in_parts(checked):
     assert max(checked.of("graph break")) <= 1e-6
+
+
+def test_checkpointed_activations(checked):
+    assert max(checked.of("checkpointed")) <= 1e-6
+
+
+def _gradients_of_other_tensors() -> tuple[list[float], ...]:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 1), torch.full((2, 4), 1.0 + dist.get_rank(), requires_grad=True)
+    run = _compiled(lambda x: (layer(x) * (1.0 + dist.get_rank())).sum(), codegen="eager", dense="allreduce")
+    run(x).backward()
+    return x.grad[0].tolist(), (layer.weight[0] * (1.0 + dist.get_rank())).tolist(), layer.weight.grad[0].tolist()
+
+
+def test_gradients_of_what_is_no_parameter_stay_as_they_are(checked):
+    for found, expected, weight in checked.of("other tensors"):
+        assert found == expected and weight == [(2 * 1.0 + 2 * 4.0) / 2] * 4
 
 
 def _in_a_group_of_two() -> list[float]:
@@ -365,12 +395,15 @@ CHECKS = {
     "native, small buckets": partial(_native_against_ddp, bucket_mb=1e-4),
     "native, not bucketed": partial(_native_against_ddp, passes="-bucket_gradients"),
     "native, no passes": partial(_native_against_ddp, passes="none"),
-    "graph break": _with_a_graph_break,
+    "graph break": partial(_dense_against_ddp, Broken),
+    "checkpointed": partial(_dense_against_ddp, Checkpointed),
+    "other tensors": _gradients_of_other_tensors,
 }
 WITH_TORCHREC = {
     "row_wise": partial(_torchrec_against_ddp, "row_wise"),
     "mixed": partial(_torchrec_against_ddp, "mixed"),
     "row_wise under inductor": partial(_torchrec_against_ddp, "row_wise", "inductor"),
+    "look-ahead": partial(_torchrec_against_ddp, "row_wise", "eager", True),
 }
 
 
