@@ -71,9 +71,10 @@ def _train(model: nn.Module, run: Any, steps: int = STEPS, backwards: int = 1) -
 
 
 def _model(table: bool, backwards: int) -> Native:
-    """Every rank draws values of its own. Sums of gradients are rounded, too much for a comparison in bfloat16."""
+    """Every rank draws values of its own. bfloat16 where nothing depends on the order in which things are added up."""
     torch.manual_seed(7 * dist.get_rank())
-    return Native(table, torch.bfloat16 if backwards == 1 else torch.float32)
+    any_order = backwards == 1 and dist.get_world_size() == 2
+    return Native(table, torch.bfloat16 if any_order else torch.float32)
 
 
 def _native_with_ddp(codegen: str, backwards: int, table: bool) -> State:
