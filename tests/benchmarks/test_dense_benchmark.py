@@ -20,9 +20,10 @@ def _steps(*milliseconds: float, dense: float, urgent: float) -> list[list[float
 def test_a_row_per_link():
     found = {"ddp": _steps(30, 34, 32, 90, dense=0, urgent=3), "in graph": _steps(20, 24, 22, 23, dense=2, urgent=1)}
     link = {"ratio": 0.5, "bits_per_second": 800e6, "found": found}
-    (row,) = dense_allreduce.rows_of({"links": [link], "compute_ms": 18.0, "dense_bytes": 1e6})
+    (row,) = dense_allreduce.rows_of({"links": [link], "dense_bytes": 1e6})
     assert (row["ddp_ms"], row["graph_ms"], row["wire_ms"]) == (33, 22.5, pytest.approx(10))
-    assert row["best_ms"] == 18.0 and row["hidden"] == pytest.approx(0.8)
+    assert row["best_ms"] == row["compute_ms"] == 19.5 and row["hidden"] == pytest.approx(0.8)
+    assert row["ratio"] == pytest.approx(10 / 19.5)
     assert row["dense_exposed_ms"] == 2 and (row["urgent_exposed_ms"], row["ddp_urgent_exposed_ms"]) == (1, 3)
     assert len(dense_allreduce.table([row]).splitlines()) == 2
 
