@@ -165,7 +165,11 @@ class Variant:
     pipeline: bool = False
 
 
-def variants(pass_names: tuple[str, ...] = config.PASS_NAMES) -> list[Variant]:
+# Dense gradients have a benchmark of their own (dense_allreduce.py).
+PASS_NAMES = tuple(name for name in config.PASS_NAMES if name != "bucket_gradients")
+
+
+def variants(pass_names: tuple[str, ...] = PASS_NAMES) -> list[Variant]:
     """From TorchRec alone to everything; between plain Inductor and everything, one more pass each time."""
     found = [Variant("eager"), Variant("pipeline", pipeline=True), Variant("inductor", "none")]
     for n in range(1, len(pass_names)):

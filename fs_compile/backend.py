@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from freescale import config
+from freescale import config, dense_gradients
 from freescale.compat import backports, compiled_modules, dynamo, dynamo_settings, inductor, logs, planned_sizes
 from freescale.driver import Driver
 from freescale.kernels.transports import open_transports
@@ -48,12 +48,13 @@ def freescale(
         frame = dynamo.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1
         with agreement.while_compiling(cfg.timeout), planned_sizes.without_contiguity():
+            before_first_run = dense_gradients.average_in_graph(gm, inputs, cfg)
             compiled = _compile(gm, inputs, Driver(cfg))
         planned_sizes.drop_implied_guards()
     except Exception as error:
         agreement.post_failure(error)
         raise
-    return _compare_settings_first(compiled, cfg) if _has_exchange(gm) else compiled
+    return _meet_before_first_run(compiled, cfg, before_first_run) if _has_exchange(gm) else compiled
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], driver: Driver) -> Callable[..., Any]:
@@ -81,16 +82,23 @@ def _calls(gm: fx.GraphModule, *names: str) -> bool:
     return any(name in str(n.target) for m in modules for n in m.graph.nodes for name in names)
 
 
-def _compare_settings_first(compiled: Callable[..., Any], cfg: config.Config) -> Callable[..., Any]:
-    """Ranks compare their settings before the first graph with these settings runs for the first time."""
+def _meet_before_first_run(
+    compiled: Callable[..., Any], cfg: config.Config, before_first_run: Callable[[Sequence[Any]], None] | None
+) -> Callable[..., Any]:
+    """Ranks compare their settings before the first graph with these settings runs for the first time; then comes what
+    else a graph wants done before it does."""
     settings: dict[str, object] = {f"FREESCALE_{k.upper()}": v for k, v in cfg.affecting_graphs().items()}
     settings["torch"] = torch.__version__
     key = repr(sorted(settings.items()))
 
     def run(*args: Any) -> Any:
+        nonlocal before_first_run
         if key not in _settings_compared:
             agreement.agree(settings, cfg.timeout)
             _settings_compared.add(key)
+        if before_first_run is not None:
+            before_first_run(args)
+            before_first_run = None
         return compiled(*args)
 
     return run

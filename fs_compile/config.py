@@ -29,7 +29,10 @@ PREFIX = "FREESCALE_"
 
 # The passes in the order in which they run. A name here is also the module and the function in
 # freescale.passes.
-PASS_NAMES = ("find_exchanges", "split_exchanges", "join_pieces", "gather_parts", "overlap_attention", "lower_copies")
+PASS_NAMES = (
+    "find_exchanges", "split_exchanges", "join_pieces", "gather_parts", "bucket_gradients", "overlap_attention",
+    "lower_copies",
+)  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -54,6 +57,13 @@ class Config:
         120.0, "Seconds that a rank waits for the others to agree before it gives up; for one that is compiling, longer"
     )
 
+    dense: str = _flag(
+        "off",
+        "`allreduce`: the backward graph itself averages the gradients of dense parameters over the ranks, in place "
+        "of DistributedDataParallel ([dense gradients](dense.md))",
+        ("off", "allreduce"),
+    )
+    bucket_mb: float = _flag(25.0, "Dense gradients are averaged in buckets of at most so many MiB")
     link_gbps: float = _flag(0.0, "Speed of the link in Gbit/s; 0: measured once per group at start-up")
     transport: str = _flag(
         "auto",
@@ -74,8 +84,9 @@ class Config:
         for name in ("link_gbps", "min_bytes"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{PREFIX}{name.upper()} must not be negative, found {getattr(self, name)}")
-        if not self.ring_mb > 0:
-            raise ConfigError(f"{PREFIX}RING_MB must be more than 0, found {self.ring_mb}")
+        for name in ("ring_mb", "bucket_mb"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{PREFIX}{name.upper()} must be more than 0, found {getattr(self, name)}")
         if not self.timeout > 0:
             raise ConfigError(f"{PREFIX}TIMEOUT must be more than 0 seconds, found {self.timeout}")
 

@@ -31,7 +31,7 @@ from freescale.compile_once import compiling_once
 from freescale.config import Config
 from freescale.graph_records import GraphRecord
 from freescale.kernels.ops.schemas import LAUNCH_SUFFIXES
-from freescale.passes.exchange_meta import CannotApply, GraphExchange, argument, exchanges
+from freescale.passes.exchange_meta import EXCHANGE_KEY, CannotApply, argument, dense_collectives, exchanges
 from freescale.passes.find_exchanges import count_exchanges
 from freescale.passes.graph_text import graph_text
 from freescale.passes.node_order import control_dependencies
@@ -51,6 +51,7 @@ class Report:
     graphs: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
     from_cache: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})  # not passed over again
     exchanges: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
+    dense_buckets: int = 0  # launches of dense gradients
     refused: list[str] = field(default_factory=list)
 
 
@@ -101,15 +102,15 @@ class Driver(inductor.CustomGraphPass):
                 record.pass_seconds[name] = spent
                 log.info("%s %s: %d sites, %.1f ms", record.direction, name, record.sites[name], spent * 1e3)
                 self._publish_graph(record, name, gm.graph)
-        launched = exchanges(graph)
-        record.exchanges = len(launched)
+        launched, dense = exchanges(graph), dense_collectives(graph)
+        record.exchanges = sum(x.kind != "dense" for x in launched)
         _add_to_report(record)
         if self._keeps_texts and launched:
             record.timeline = timeline(graph, self.cfg.link_gbps * 1e9 / 8)
         if self.cfg.codegen != "inductor":
             self._to_file(record, sum(record.pass_seconds.values()), from_cache=False)
-        if launched:
-            _insert_agreement(record.direction, graph, launched, self.cfg.timeout)
+        if launched or dense:
+            _insert_agreement(record.direction, graph, [*(x.launch for x in launched), *dense], self.cfg.timeout)
             gm.recompile()
         if self.cfg.codegen == "inductor":  # torch itself runs a graph in its order
             inductor.bind_order(graph, control_dependencies(graph))
@@ -200,6 +201,7 @@ class Driver(inductor.CustomGraphPass):
 def _add_to_report(record: GraphRecord) -> None:
     """Into the report; what did not apply into the log too, once."""
     REPORT.exchanges[record.direction] += record.exchanges
+    REPORT.dense_buckets += record.sites.get("bucket_gradients", 0)
     REPORT.refused += record.refused
     for message in record.refused:
         if message not in _warned:
@@ -207,20 +209,26 @@ def _add_to_report(record: GraphRecord) -> None:
             log.warning(message)
 
 
-def _insert_agreement(direction: str, graph: fx.Graph, launched: list[GraphExchange], timeout: float) -> None:
+def _insert_agreement(direction: str, graph: fx.Graph, launched: list[fx.Node], timeout: float) -> None:
     """The graph itself asks the other ranks, once, whether they launch the same in the same order."""
-    first = launched[0].launch
+    launched = [n for n in graph.nodes if n in set(launched)]
+    first, sent = launched[0], launched[0].args[0]
     text = "; ".join([direction, *map(_launch_text, launched)])
     with graph.inserting_before(first):
         node = graph.call_function(
             torch.ops.freescale.agree.default,
-            (first.args[0], text, argument(first, "group_name"), timeout),
+            (sent[0] if isinstance(sent, (list, tuple)) else sent, text, argument(first, "group_name"), timeout),
         )
     node.meta["val"] = fx_values.fake_value(node)
 
 
-def _launch_text(x: GraphExchange) -> str:
-    transports = [name for name in LAUNCH_SUFFIXES if str(x.launch.target).endswith(f"_{name}.default")]
+def _launch_text(launch: fx.Node) -> str:
+    if launch.target is torch.ops.freescale.all_reduce_launch.default:
+        return f"dense gradients of {argument(launch, 'parameters')}"
+    if launch.target is torch.ops.freescale.average_gradient.default:
+        return f"dense gradient of {argument(launch, 'name')}"
+    x = launch.meta[EXCHANGE_KEY]
+    transports = [name for name in LAUNCH_SUFFIXES if str(launch.target).endswith(f"_{name}.default")]
     return f"{x} over {transports[0]}" if transports else str(x)
 
 

@@ -27,6 +27,7 @@ def report() -> dict[str, Any]:
         "graph_breaks_of_ddp": ddp,
         "graphs_from_cache": dict(REPORT.from_cache),
         "exchanges": dict(REPORT.exchanges),
+        "dense_buckets": REPORT.dense_buckets,
         "pass_seconds": REPORT.seconds,
         "refused": list(REPORT.refused),
     }

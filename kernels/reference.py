@@ -7,6 +7,7 @@ composite runs these very functions on graph nodes.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from freescale.compat import distributed, dynamo
 from freescale.kernels.ops import table_registry
@@ -51,6 +52,42 @@ def _launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_na
     with launch_record.profiler_range("launch", label):
         work = c10d.start_all_to_all(out, x, recv_counts.tolist(), send_counts.tolist(), group)
     return launch_record.register_launch(work, label, out, group)
+
+
+class _AveragedParameter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter, name, place, group_name):  # type: ignore[override]
+        ctx.arguments = name, place, group_name
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[override]
+        return _ops.average_gradient.default(gradient, *ctx.arguments), None, None, None
+
+
+def averaged_parameter(parameter, name, place, group_name):
+    """`place`: among the parameters of the graph, 0 for the one whose gradient is complete first."""
+    return _AveragedParameter.apply(parameter, name, place, group_name)
+
+
+def average_gradient(gradient, name, place, group_name):
+    return _wait(_ops.all_reduce_launch.default([gradient], name, group_name)).view(gradient.shape)
+
+
+def all_reduce_launch(gradients, parameters, group_name):
+    """Each rank's part is divided before the parts are added, as DistributedDataParallel does it: the same numbers."""
+    group = distributed.group_by_name(group_name)
+    with launch_record.profiler_range("launch", launch_record.DENSE):
+        out = torch.cat([g.reshape(-1) for g in gradients]).mul_(1.0 / group.size())
+        work = dist.all_reduce(out, group=group, async_op=True)
+    return launch_record.register_launch(
+        work, launch_record.DENSE, out, group, all_reduce_bytes(out.nbytes, group.size())
+    )
+
+
+def all_reduce_bytes(size, world):
+    """Received by each rank: its part from all others, then the other parts."""
+    return 2 * size * (world - 1) // world
 
 
 def sum_rows(x, order, ends):
@@ -146,6 +183,8 @@ for _fn in (
     exchange_backward,
     all_to_all_rows_launch,
     all_to_all_launch,
+    average_gradient,
+    all_reduce_launch,
     sum_rows,
     update_,
     plan_now,
@@ -156,3 +195,5 @@ for _fn in (
 ):
     # untraced: where a user's graph breaks, Dynamo must not try to compile the inside of an op
     lib.impl(_fn.__name__, dynamo.untraced(_fn), "CompositeExplicitAutograd")
+# Implicit: AOTAutograd traces what is inside, with its gradient.
+lib.impl("averaged_parameter", averaged_parameter, "CompositeImplicitAutograd")

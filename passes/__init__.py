@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import fx
 
 from freescale.config import PASS_NAMES, Config
+from freescale.passes.bucket_gradients import bucket_gradients
 from freescale.passes.find_exchanges import find_exchanges
 from freescale.passes.gather_parts import gather_parts
 from freescale.passes.join_pieces import join_pieces
@@ -21,6 +22,7 @@ _BY_NAME: dict[str, Pass] = {
     "split_exchanges": split_exchanges,
     "join_pieces": join_pieces,
     "gather_parts": gather_parts,
+    "bucket_gradients": bucket_gradients,
     "overlap_attention": overlap_attention,
     "lower_copies": lower_copies,
 }

@@ -23,16 +23,16 @@ class CannotApply(Exception):
 
 @dataclass(frozen=True)
 class GraphExchange:
-    """One embedding all-to-all of a graph.
+    """One embedding all-to-all of a graph, or one bucket of dense gradients.
 
     kind      "composite" for the dialect's exchange, "chunk" for one of its launches, "plain" for
-              `_c10d_functional.all_to_all_single`
+              `_c10d_functional.all_to_all_single`, "dense" for an all-reduce
     payload   "rows" (owner to requester) or "gradients" (requester to owner)
-    priority  "urgent", "late" or "early"
+    priority  "urgent", "late", "early" or "dense"
     bytes     received by this rank, symbolic
     launch    the node that starts it
     wait      the node that waits for it; of a composite, the composite itself; None if this graph does not wait
-    table     whose rows or gradients; empty for a plain one
+    table     whose rows or gradients; empty for a plain one; parameters of a dense one
     consumer  the first node that needs what arrived, None if nothing in this graph does
     """
 
@@ -52,6 +52,12 @@ class GraphExchange:
 def exchanges(graph: fx.Graph) -> list[GraphExchange]:
     """Those that `find_exchanges` marked, in graph order."""
     return [n.meta[EXCHANGE_KEY] for n in graph.nodes if EXCHANGE_KEY in n.meta]
+
+
+def dense_collectives(graph: fx.Graph) -> list[fx.Node]:
+    """What averages dense gradients, in graph order: launches of buckets, and gradients that are in none."""
+    ops = (torch.ops.freescale.all_reduce_launch.default, torch.ops.freescale.average_gradient.default)
+    return [n for n in graph.nodes if n.target in ops]
 
 
 def argument(node: fx.Node, name: str) -> Any:

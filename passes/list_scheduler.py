@@ -1,7 +1,8 @@
 """A list scheduler for overlap_attention: it walks a graph with a clock and decides where everything stands.
 
 What is critical runs as soon as it can; where that is a wait for something not there yet, other work that is ready runs
-first; background work is put where the wire is free for it and the clock says that it has arrived.
+first; background work is put where the wire is free for it and the clock says that it has arrived. Dense gradients
+leave as soon as they are complete and the urgent ones before them have arrived; they are waited for at the end.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ BACKWARD_WORK = 2.0  # of the backward pass, in units of that of the forward pas
 
 @dataclass
 class _Wire:
-    """When each launch arrives. Launches of one priority share a wire and follow each other."""
+    """When each launch arrives. Launches of one group share a wire and follow each other."""
 
     free_at: dict[str, float] = field(default_factory=dict)  # by priority
     arrival: dict[fx.Node, float] = field(default_factory=dict)  # by launch
 
     def launch(self, x: GraphExchange, now: float, seconds: float) -> None:
-        start = max(now, self.free_at.get(x.priority, 0.0))
-        self.arrival[x.launch] = self.free_at[x.priority] = start + seconds
+        wire = "urgent" if x.priority == "dense" else x.priority
+        start = max(now, self.free_at.get(wire, 0.0))
+        self.arrival[x.launch] = self.free_at[wire] = start + seconds
 
 
 class ListScheduler:
@@ -53,35 +55,45 @@ class ListScheduler:
         self.position = {n: i for i, n in enumerate(nodes)}
         self.exchange_of_launch = {x.launch: x for x in exchanges}
         self.exchange_of_wait = {w: x for x in exchanges for w in waits_of(x.launch)}
-        self.late, self.early, self.urgent = (
-            [x for x in exchanges if x.priority == p] for p in ("late", "early", "urgent")
+        self.late, self.early, self.urgent, dense_exchanges = (
+            [x for x in exchanges if x.priority == p] for p in ("late", "early", "urgent", "dense")
         )
-        late, early = [x.launch for x in self.late], [x.launch for x in self.early]
-        self.predecessors = predecessors(nodes, late, early)
+        late, early, dense = ([x.launch for x in which] for which in (self.late, self.early, dense_exchanges))
+        self.predecessors = predecessors(nodes, [*dense, *late, *early])
         self.successors: dict[fx.Node, Order] = {n: [] for n in nodes}
         for node, earlier in self.predecessors.items():
             for e in earlier:
                 self.successors[e].append(node)
         self.background = {n for n in self._descendants([*late, *early]) if n.op == "call_function"}
-        self.after_waits = self._descendants([n for n in nodes if n.target is WAIT and n not in self.background])
+        self.dense_launches = dense
+        self.dense = self._descendants(dense)  # nothing but the output needs what arrives
+        aside = self.background | self.dense
+        self.after_waits = self._descendants([n for n in nodes if n.target is WAIT and n not in aside])
         self.wire, self.now, self.compute_left = _Wire(), 0.0, sum(seconds.values())
         self.order: Order = []
         self.scheduled: set[fx.Node] = set()
 
     def run(self) -> Order:
         sunk = self._nodes_to_sink()
-        main = [n for n in self.nodes if n not in sunk and n not in self.background and n.op != "output"]
+        aside = self.background | self.dense
+        main = [n for n in self.nodes if n not in sunk and n not in aside and n.op != "output"]
         first = [n for n in main if n not in self.after_waits or not self.hoist]
         last = [n for n in main if n in self.after_waits and self.hoist]
         background = sorted(self.background, key=self._background_order)
+        dense = list(self.dense_launches)
         for node in self.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._schedule(node)
         for node in [*first, *sorted(sunk, key=self.position.__getitem__), *last]:
             if node.target is not WAIT:  # a wait stands directly before its first consumer
+                for wait in [n for n in self.predecessors[node] if n.target is WAIT]:
+                    self._schedule(wait)
+                dense = self._schedule_dense(dense)
                 self._schedule(node)
+                dense = self._schedule_dense(dense)
                 background = self._schedule_background(background)
-        for node in [*main, *background, self.nodes[-1]]:
+        dense += sorted(self.dense, key=self.position.__getitem__)
+        for node in [*main, *dense, *background, self.nodes[-1]]:
             self._schedule(node)
         return self.order
 
@@ -118,9 +130,11 @@ class ListScheduler:
         return dict.fromkeys(list(sunk)[: int(len(sunk) * self.sink_share)])
 
     def _may_sink(self, node: fx.Node, needed: set[fx.Node], sunk: dict[fx.Node, None]) -> bool:
-        if node.op != "call_function" or node in needed or node in self.background or node in self.after_waits:
+        if node.op != "call_function" or node in needed or node in self.after_waits:
             return False
-        return all(u in sunk or u.op == "output" for u in self.successors[node])
+        if node in self.background or node in self.dense:
+            return False
+        return all(u in sunk or u in self.dense or u.op == "output" for u in self.successors[node])
 
     def _background_order(self, node: fx.Node) -> tuple[int, int]:
         """All late launches, then what follows from them as it stood."""
@@ -139,6 +153,15 @@ class ListScheduler:
 
     def _urgent_in_flight(self) -> bool:
         return any(n not in self.scheduled for x in self.urgent for n in (x.launch, *waits_of(x.launch)))
+
+    def _schedule_dense(self, pending: Order) -> Order:
+        """Launch what is ready once the urgent gradients should be through; the others are returned."""
+        if any(self.now < self.wire.arrival.get(x.launch, self.now + 1.0) for x in self.urgent):
+            return pending
+        while pending and all(n in self.scheduled for n in self.predecessors[pending[0]]):
+            self._schedule(pending[0])
+            pending = pending[1:]
+        return pending
 
     def _schedule_background(self, pending: Order) -> Order:
         """Those whose time has come; the others are returned."""

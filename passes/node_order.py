@@ -18,20 +18,22 @@ from freescale.passes.exchange_meta import PINNED_KEY, WAIT
 Order = list[fx.Node]
 
 
-def predecessors(nodes: Order, late_launches: Order, early_launches: Order) -> dict[fx.Node, dict[fx.Node, None]]:
-    """Per node what must run before it: its inputs, and what data flow does not show."""
+def predecessors(nodes: Order, last_launches: Order) -> dict[fx.Node, dict[fx.Node, None]]:
+    """Per node what must run before it: its inputs, and what data flow does not show.
+
+    `last_launches`: they leave after all other collectives, in this order.
+    """
     before: dict[fx.Node, dict[fx.Node, None]] = {n: dict.fromkeys(n.all_input_nodes) for n in nodes}
 
     def chain(nodes_in_order: Iterable[fx.Node]) -> None:
-        last: fx.Node | None = None
+        previous: fx.Node | None = None
         for node in nodes_in_order:
-            if last is not None:
-                before[node][last] = None
-            last = node
+            if previous is not None:
+                before[node][previous] = None
+            previous = node
 
-    background = {*late_launches, *early_launches}
-    collectives = [n for n in nodes if is_collective(n) and n not in background]
-    chain([*collectives, *late_launches, *early_launches])
+    last = set(last_launches)
+    chain([*(n for n in nodes if is_collective(n) and n not in last), *last_launches])
     chain(n for n in nodes if _is_random(n))
     _keep_mutations(nodes, before)
     output = nodes[-1]

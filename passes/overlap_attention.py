@@ -2,8 +2,8 @@
 
 Needs:    find_exchanges has run, and split_exchanges where there are composites: a graph with one is left alone.
 Promises: same nodes, same values. Launches leave in an order that follows from the graph alone: urgent ones and other
-          collectives as they stood, then late gradients, then early rows. Reads and updates of a table, in-place
-          changes and random numbers keep their order. Peak memory grows by the launched buffers at most.
+          collectives as they stood, then dense gradients, late gradients, early rows. Reads and updates of a table,
+          in-place changes and random numbers keep their order. Peak memory grows by the launched buffers at most.
 By rank:  where launches and waits stand among the compute follows from the sizes of the batch that this rank traced and
           from what it measured (its link, its floating-point speed, its memory, ops without a formula), so it may
           differ between ranks. The order of the launches does not, which the graph's `agree` op checks.
@@ -12,6 +12,9 @@ After:    launch u ; what does not need u ; wait u ; launch late ; attention ; w
           attention
 Before:   dense backward with weight gradients ; launch u ; wait u ; update
 After:    dense backward ; launch u ; weight gradients ; wait u ; update
+Before:   dense backward with weight gradients and a launch of each bucket of them ; launch u ; wait u ; update
+After:    dense backward ; launch u ; weight gradients, each bucket launched when it is full and u has arrived ;
+          wait u ; update ; wait for the buckets
 
 How is in list_scheduler.py, what must keep its order in node_order.py, what things cost in node_cost.py.
 """

@@ -32,6 +32,7 @@ _COMPILING = "freescale/compiling"
 _EVERYONE = "all"
 _BEAT_SECONDS = 5.0  # between two signs that a rank is compiling; less where the time-out is short
 _LONGEST_PAUSE = 0.2  # seconds between two questions to the store
+_LONG_LIST = 8  # entries; of a longer one only what differs is shown
 _generations: Counter[str] = Counter()  # per group of ranks: how often they have agreed
 
 
@@ -158,10 +159,20 @@ def _compare(settings: dict[int, dict[str, object]]) -> None:
         for name in sorted(reference.keys() | settings[rank].keys()):
             expected, actual = reference.get(name), settings[rank].get(name)
             if expected != actual:
+                expected, actual = _what_differs(expected, actual)
                 raise Disagreement(
                     f"freescale: ranks disagree: {name} is {expected!r} on rank {first} and {actual!r} on rank {rank}; "
                     "set the same flags and options everywhere"
                 )
+
+
+def _what_differs(expected: object, actual: object) -> tuple[object, object]:
+    """Of two long lists what only one of them has, if there is something."""
+    if not (isinstance(expected, list) and isinstance(actual, list)) or max(len(expected), len(actual)) <= _LONG_LIST:
+        return expected, actual
+    only_expected, only_actual = ([x for x in a if x not in b] for a, b in ((expected, actual), (actual, expected)))
+    different = only_expected or only_actual
+    return (only_expected[:_LONG_LIST], only_actual[:_LONG_LIST]) if different else (expected, actual)
 
 
 # ---- signs of ranks that compile ---------------------------------------------------------------------------------

@@ -178,16 +178,18 @@ def bind_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -> N
 
 
 def register_launch_lowering(op: Any) -> None:
-    """Lower an asynchronous all-to-all so that Inductor keeps its input until the wait.
+    """Lower an asynchronous collective so that Inductor keeps its input until the wait.
 
-    A plain fallback would let Inductor reuse the send buffer while it is being sent.
+    A plain fallback would let Inductor reuse the send buffer while it is being sent. (Of several inputs it keeps the
+    first only: an op that takes a list has a send buffer of its own.)
     """
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
 
     @register_lowering(op, type_promotion_kind=None)
     def _lower(x: Any, *args: Any) -> Any:
-        sent: Any = ir.ExternKernel.require_contiguous(x)
+        contiguous: Any = ir.ExternKernel.require_contiguous
+        sent: Any = [contiguous(t) for t in x] if isinstance(x, (list, tuple)) else contiguous(x)
         kernel: Any = ir._CollectiveKernel.create_out_of_place(op.default, sent, *args)
         return ir.TensorBox.create(kernel)
 

@@ -20,6 +20,7 @@ from freescale.compat import (
     inductor,
     interpreted_graph,
     logs,
+    module_state,
     nixl,
     planned_sizes,
     torchrec,
@@ -29,7 +30,7 @@ from freescale.compat import (
 
 PROBED = (
     version, distributed, dynamo, dynamo_settings, planned_sizes, compiled_modules, inductor, interpreted_graph,
-    fx_values, logs, cuda, dlpack, triton_launch, backports, fbgemm, torchrec, nixl,
+    fx_values, logs, cuda, module_state, dlpack, triton_launch, backports, fbgemm, torchrec, nixl,
 )  # fmt: skip
 
 

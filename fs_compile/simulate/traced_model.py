@@ -140,7 +140,7 @@ def trace(layers: int, look_ahead: bool) -> dict[str, TracedGraph]:
     stop = driver.observe(keep)
     try:
         with _world_of_one():
-            options: Any = {"codegen": "eager", "passes": "-overlap_attention,-lower_copies"}
+            options: Any = {"codegen": "eager", "passes": "-overlap_attention,-lower_copies", "dense": "off"}
             model: Any = torch.compile(Recommender(layers), backend="freescale", fullgraph=True, options=options)
             for batch in LookaheadLoader(batches, model) if look_ahead else batches[:1]:
                 model(batch).backward()

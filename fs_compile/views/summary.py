@@ -6,7 +6,7 @@ from typing import Any
 
 from freescale.views.records import PARTS, RankRecord, Run, mean, median, settled
 
-CLASSES = ("urgent", "early", "late")
+CLASSES = ("urgent", "early", "late", "dense")
 
 
 def summarize(run: Run) -> dict[str, Any]:

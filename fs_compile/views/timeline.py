@@ -1,7 +1,7 @@
 """The predicted timeline of a step: when compute blocks run and chunks are on the wire, by a graph's own order.
 
-What is predicted is what the passes placed launches by. Urgent chunks have the wire of the training group, early and
-late ones that of the background group; on each, one follows the other.
+What is predicted is what the passes placed launches by. Urgent chunks and dense gradients have the wire of the training
+group, early and late ones that of the background group; on each, one follows the other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from freescale.views.summary import exchanges_in_words
 
-LANES = ("compute", "urgent", "late", "early")
+LANES = ("compute", "urgent", "dense", "late", "early")
 Blocks = dict[str, list[tuple[float, float, str, str]]]
 
 
@@ -30,7 +30,7 @@ class _Clock:
                 begin, self.now = self.now, self.now + entry["seconds"]
                 self.blocks["compute"].append((begin, self.now, "compute", f"{of}: {entry['what']}"))
             elif entry["do"] == "launch":
-                wire = "urgent" if entry["priority"] == "urgent" else "background"
+                wire = "urgent" if entry["priority"] in ("urgent", "dense") else "background"
                 begin = max(self.now, self.wire_free[wire])
                 end = self.wire_free[wire] = self.arrival[entry["what"]] = begin + entry["seconds"]
                 self.blocks[entry["priority"]].append((begin, end, entry["priority"], f"{of}: {entry['what']}"))
@@ -55,7 +55,8 @@ def lanes_of_graphs(graphs: list[dict[str, Any]]) -> list[tuple[str, list[tuple[
     blocks, _, _ = predict(graphs)
     if not any(blocks.values()):
         return []
-    return [(lane, [(b * 1e3, e * 1e3, kind, label) for b, e, kind, label in blocks[lane]]) for lane in LANES]
+    shown = [lane for lane in LANES if lane != "dense" or blocks[lane]]
+    return [(lane, [(b * 1e3, e * 1e3, kind, label) for b, e, kind, label in blocks[lane]]) for lane in shown]
 
 
 def text_timeline(graphs: list[dict[str, Any]]) -> str:

@@ -17,6 +17,9 @@ Counts (rows per peer) are CPU int64 tensors of length world, so a graph does no
     all_to_all_rows_launch  start of an all-to-all of table rows
     all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either
     ..._staged and so on     the same launches over a transport that copies, or over the one that is best (transports/)
+    averaged_parameter      a dense parameter as it is; its gradient is averaged over the ranks by average_gradient
+    average_gradient        that of one parameter, at once (collective)
+    all_reduce_launch       start of the average of several gradients, in one buffer; wait_tensor waits for it
     pack_rows               rows of a table, one after another
     sum_rows                sums of rows in a fixed order
     agree                   raises unless every rank of the group is about to run a graph with these launches (once)
@@ -67,6 +70,9 @@ for _name in LAUNCH_SUFFIXES:
         f"all_to_all_launch_{_name}(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
         "str table, str group_name) -> Tensor"
     )
+lib.define("averaged_parameter(Tensor(a) parameter, str name, int place, str group_name) -> Tensor(a)")
+lib.define("average_gradient(Tensor gradient, str name, int place, str group_name) -> Tensor")
+lib.define("all_reduce_launch(Tensor[] gradients, str parameters, str group_name) -> Tensor")
 lib.define("pack_rows(Tensor weight, Tensor rows) -> Tensor")
 lib.define("sum_rows(Tensor x, Tensor order, Tensor ends) -> Tensor")
 lib.define("agree(Tensor(a!) first, str launches, str group_name, float timeout) -> Tensor")
@@ -146,6 +152,16 @@ def _all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, gro
     return _rows_like(x, n_recv)
 
 
+@torch.library.register_fake("freescale::average_gradient", lib=lib)
+def _average_gradient(gradient, name, place, group_name):
+    return gradient.new_empty(gradient.shape)
+
+
+@torch.library.register_fake("freescale::all_reduce_launch", lib=lib)
+def _all_reduce_launch(gradients, parameters, group_name):
+    return gradients[0].new_empty(sum(g.numel() for g in gradients))
+
+
 @torch.library.register_fake("freescale::pack_rows", lib=lib)
 def _pack_rows(weight, rows):
     return weight.new_empty((rows.shape[0], weight.shape[1]))
@@ -174,3 +190,4 @@ for _suffix in ("", *(f"_{name}" for name in LAUNCH_SUFFIXES)):
         torch.library.register_fake(f"freescale::all_to_all_rows_launch{_suffix}", _all_to_all_rows_launch, lib=lib)
     inductor.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_launch{_suffix}"))
     inductor.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_rows_launch{_suffix}"))
+inductor.register_launch_lowering(torch.ops.freescale.all_reduce_launch)

@@ -24,6 +24,7 @@ from freescale.kernels.ops.schemas import PRIORITY_NAMES
 from freescale.kernels.transports import cuda_driver
 
 MAX_RECORDS = 100_000
+DENSE = "dense gradients"  # the label of all of them
 
 
 class LaunchRecord:
@@ -101,11 +102,13 @@ _stream_waits = cache(StreamWaits)
 class RecordedWork(dist.Work):
     """The work of a launch; a wait for it is recorded."""
 
-    def __init__(self, work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup, size: int | None = None
+    ) -> None:
         super().__init__()
         self.work, self.group = work, group
         self.stream_waits = _stream_waits(out.device) if out.is_cuda else None
-        self.record = LaunchRecord(label, out.nbytes)
+        self.record = LaunchRecord(label, out.nbytes if size is None else size)
         records.append(self.record)
         _not_waited_for[id(self)] = self
 
@@ -168,9 +171,14 @@ def launch_label(what: str, priority: int, table: str) -> str:
     return f"{PRIORITY_NAMES[priority]} {what} of {table}"
 
 
-def register_launch(work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Register `work` for `out`, so that a wait for `out` waits for it, and record it."""
-    distributed.register_work(out, RecordedWork(work, label, out, group))
+def register_launch(
+    work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup, size: int | None = None
+) -> torch.Tensor:
+    """Register `work` for `out`, so that a wait for `out` waits for it, and record it.
+
+    `size`: the bytes that arrive, if they are not those of `out`.
+    """
+    distributed.register_work(out, RecordedWork(work, label, out, group, size))
     return out
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from freescale.compat import dynamo, torchrec
 from freescale.kernels.ops import table_registry
 from freescale.kernels.transports import open_transports
+from freescale.runtime import dense_parameters
 from freescale.runtime.tables import torchrec_layout
 from freescale.runtime.tables.fbgemm_bags import FbgemmBags
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
@@ -62,6 +63,7 @@ class ReplicatedTables:
     def __init__(self, collection: Any, group: Any, flat_weight: torch.Tensor, ranks: dist.ProcessGroup) -> None:
         self.flat_weight, self.dim = flat_weight, torchrec.embedding_dim(collection)
         self.group_name = ranks.group_name
+        dense_parameters.AVERAGED_BY_TABLES.add(flat_weight)
         self.features: list[str] = []
         self.output_names: list[str] = []
         self.row_offsets: list[int] = []

@@ -155,7 +155,7 @@ def test_predicted_timeline():
     """4 ms on the wire, 3 ms of compute beside it: 1 ms is exposed."""
     blocks, seconds, exposed = timeline.predict([graph()], 1)
     assert seconds == pytest.approx(0.004) and exposed == pytest.approx(0.001)
-    assert [len(blocks[lane]) for lane in timeline.LANES] == [1, 1, 0, 0]
+    assert [len(blocks[lane]) for lane in timeline.LANES] == [1, 1, 0, 0, 0]
     said = timeline.text_timeline([graph()])
     assert said.index("launch urgent rows") < said.index("compute 3.0000 ms") < said.index("wait for urgent rows")
     assert "4 ms a step, 1 exposed" in said

@@ -1,0 +1,106 @@
+"""Which inputs of a Dynamo graph are parameters of a module, and who else takes care of them."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from freescale.compat.fbgemm import names_used_by
+
+_PART = re.compile(r"\._(?:modules|parameters)\['([^']+)'\]")
+_WRAPPERS = ("_dmp_wrapped_module", "_orig_mod")
+
+
+@dataclass(frozen=True)
+class ParameterInput:
+    """A parameter that a graph takes."""
+
+    index: int  # among the inputs
+    node: fx.Node
+    tensor: nn.Parameter
+    name: str  # in the model, alike on every rank
+
+    @property
+    def is_trained(self) -> bool:
+        return self.tensor.requires_grad and self.tensor.is_leaf
+
+
+def parameter_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[ParameterInput]:
+    """In the order of the inputs."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    return [
+        ParameterInput(i, node, x, _short(_source_name(node)) or node.name)
+        for i, (node, x) in enumerate(zip(nodes, inputs, strict=True))
+        if isinstance(x, nn.Parameter)
+    ]
+
+
+def _source_name(node: fx.Node) -> str:
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return ""
+    return source.name() if callable(source.name) else source.name  # a method before 2.13
+
+
+def _short(source: str) -> str:
+    """L['self']._modules['mix']._parameters['weight'] -> mix.weight; what is not of this kind as it is."""
+    parts = _PART.findall(source)
+    return ".".join(p for p in parts if p not in _WRAPPERS) if parts else source
+
+
+def copy_example(new: fx.Node, old: fx.Node) -> None:
+    """A new node of a Dynamo graph has the value of another."""
+    new.meta.update({k: old.meta[k] for k in ("example_value", "tensor_dict") if k in old.meta})
+
+
+def live_modules(kinds: tuple[type, ...]) -> list[nn.Module]:
+    """All modules of these classes in this process."""
+    return [x for x in gc.get_objects() if issubclass(type(x), kinds)]
+
+
+def averaged_by_ddp(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
+    ignored = getattr(wrapper, "parameters_to_ignore", ())  # none while it is being made
+    return [p for n, p in wrapper.named_parameters() if p.requires_grad and n.removeprefix("module.") not in ignored]
+
+
+def left_out_of_ddp(tensor: torch.Tensor) -> bool:
+    """By DistributedDataParallel._set_params_and_buffers_to_ignore_for_model, as TorchRec does with sharded tables."""
+    return bool(getattr(tensor, "_ddp_ignored", False))
+
+
+def before_ddp_wraps(check: Callable[[nn.Module], None]) -> None:
+    """From now on `check` is called with each module that is about to be wrapped."""
+    # Called in __init__ before anything travels. (With a wrapper around __init__ its warnings would seem to be ours.)
+    build = DistributedDataParallel._build_params_for_reducer
+
+    @functools.wraps(build)
+    def checked(self: Any) -> Any:
+        check(self.module)
+        return build(self)
+
+    DistributedDataParallel._build_params_for_reducer = checked  # type: ignore[method-assign]
+
+
+def probe() -> None:
+    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
+    found: list[ParameterInput] = []
+
+    def keep(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        found.extend(parameter_inputs(gm, inputs))
+        return gm.forward
+
+    module = nn.BatchNorm1d(2)
+    torch.compile(module, backend=keep)(torch.zeros(2, 2))
+    assert [(p.name, p.is_trained) for p in found] == [("weight", True), ("bias", True)], found
+    assert module in live_modules((nn.BatchNorm1d,))
+    assert callable(DistributedDataParallel._build_params_for_reducer)
+    assert hasattr(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")
+    assert "parameters_to_ignore" in names_used_by(DistributedDataParallel)

@@ -1,0 +1,199 @@
+"""`FREESCALE_DENSE=allreduce`: the graph averages the gradients of dense parameters, which DDP would do otherwise.
+
+In the graph that Dynamo hands over, each parameter goes through the op `averaged_parameter`, whose gradient is averaged
+over the ranks. So AOTAutograd puts the average into the backward graph, whatever the passes do, and what is averaged is
+part of the graph, hence of the keys of torch's caches. The pass `bucket_gradients` makes it fast.
+
+A parameter is a leaf nn.Parameter that requires a gradient, and that nobody else takes care of: not
+DistributedDataParallel, not a sharded table, not whoever told DDP to leave it out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from freescale.compat import distributed, module_state, torchrec
+from freescale.compat.module_state import ParameterInput
+from freescale.config import Config, ConfigError
+from freescale.runtime import dense_parameters
+from freescale.runtime.dense_parameters import AVERAGED_BY_TABLES, AVERAGED_IN_GRAPHS
+from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
+
+log = logging.getLogger(__name__)
+
+_warned: set[str] = set()
+
+
+def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> Callable[[Sequence[Any]], None] | None:
+    """Mark the parameters of a Dynamo graph; None where there is nothing to average.
+
+    Returns what is to be called with the graph's arguments before it runs for the first time.
+    """
+    if cfg.dense == "off" or not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):
+        return None
+    group_name = _group_name(gm)
+    if distributed.group_by_name(group_name).size() == 1:
+        return None
+    owners = _Owners()
+    parameters = _unowned(module_state.parameter_inputs(gm, inputs), owners, cfg)
+    marked = _mark(gm, [p for p in parameters if p.is_trained], group_name)
+    if not marked:
+        return None
+    _refuse_ddp_from_now_on()
+    for p in marked:
+        AVERAGED_IN_GRAPHS.add(p.tensor)
+    _watch_parameters_outside_graphs(marked, owners)
+    places = [(p.name, p.index) for p in parameters]
+
+    def before_first_run(args: Sequence[Any]) -> None:
+        dense_parameters.begin_alike([(name, args[i]) for name, i in places], group_name, cfg.timeout)
+
+    return before_first_run
+
+
+def _mark(gm: fx.GraphModule, parameters: list[ParameterInput], group_name: str) -> list[ParameterInput]:
+    """Those that the graph computes with. Their gradients are complete in the reverse order of their first use."""
+    position = {n: i for i, n in enumerate(gm.graph.nodes)}
+    first_use = {
+        p.index: min((position[u] for u in p.node.users if u.op != "output"), default=-1) for p in parameters
+    }
+    used = [p for p in parameters if first_use[p.index] >= 0]
+    used.sort(key=lambda p: (-first_use[p.index], -p.index))
+    behind_inputs = next(n for n in gm.graph.nodes if n.op != "placeholder")
+    for place, p in enumerate(used):
+        with gm.graph.inserting_before(behind_inputs):
+            new = gm.graph.call_function(
+                torch.ops.freescale.averaged_parameter.default, (p.node, p.name, place, group_name)
+            )
+        module_state.copy_example(new, p.node)
+        # What leaves the graph is the parameter itself.
+        for user in [u for u in p.node.users if u is not new and u.op != "output"]:
+            user.replace_input_with(p.node, new)
+    gm.recompile()
+    return used
+
+
+def _group_name(gm: fx.GraphModule) -> str:
+    """Of the ranks that exchange rows in this graph, if they are fewer than all; else the world's."""
+    world = dist.group.WORLD
+    assert world is not None
+    names = dict.fromkeys(name for n in _nodes(gm) if (name := _group_argument(n)) is not None)
+    smaller = [name for name in names if distributed.group_by_name(name).size() < world.size()]
+    members = {tuple(dist.get_process_group_ranks(distributed.group_by_name(name))) for name in smaller}
+    if len(members) > 1:
+        raise ConfigError("FREESCALE_DENSE=allreduce: the tables of a graph belong to different groups of ranks")
+    return smaller[0] if smaller else str(world.group_name)
+
+
+def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
+    modules = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    return [n for m in modules for n in m.graph.nodes]
+
+
+def _group_argument(node: fx.Node) -> str | None:
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = target.default
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "freescale":
+        return None
+    names = [a.name for a in target._schema.arguments]
+    found = node.args[names.index("group_name")] if "group_name" in names else None
+    return found if isinstance(found, str) else None
+
+
+# ---- whose parameters they are --------------------------------------------------------------------------------------
+
+
+class _Owners:
+    """Who takes care of a tensor besides the graph, at this moment."""
+
+    def __init__(self) -> None:
+        modules = module_state.live_modules((nn.Module,))
+        sharded = [m for m in modules if isinstance(m, ShardedEmbedding) or torchrec.is_sharded_module(m)]
+        wrappers = [m for m in modules if isinstance(m, DistributedDataParallel)]
+        self._of_tables = {id(p) for m in sharded for p in m.parameters()}
+        self._of_ddp = {id(p) for m in wrappers for p in module_state.averaged_by_ddp(m)}
+
+    def leave_alone(self, tensor: torch.Tensor) -> bool:
+        """Not to be averaged, by nobody or not here."""
+        of_tables = id(tensor) in self._of_tables or tensor in AVERAGED_BY_TABLES
+        return of_tables or module_state.left_out_of_ddp(tensor)
+
+    def ddp_averages(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._of_ddp
+
+
+def _unowned(parameters: list[ParameterInput], owners: _Owners, cfg: Config) -> list[ParameterInput]:
+    ours = [p for p in parameters if not owners.leave_alone(p.tensor)]
+    if theirs := [p for p in ours if owners.ddp_averages(p.tensor)]:
+        _say_that_ddp_averages(theirs, cfg)
+    return [p for p in ours if not owners.ddp_averages(p.tensor)]
+
+
+def _say_that_ddp_averages(theirs: list[ParameterInput], cfg: Config) -> None:
+    message = (
+        f"FREESCALE_DENSE=allreduce leaves {len(theirs)} parameters, the first of them {theirs[0].name}, to "
+        "DistributedDataParallel, which is wrapped around them and averages their gradients after the backward pass; "
+        "leave the wrapper away (of DistributedModelParallel: init_data_parallel=False) to have it done in the graph"
+    )
+    if cfg.strict:
+        raise ConfigError(message)
+    if message not in _warned:
+        _warned.add(message)
+        log.warning(message)
+
+
+@cache
+def _refuse_ddp_from_now_on() -> None:
+    def check(module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter in AVERAGED_IN_GRAPHS and not module_state.left_out_of_ddp(parameter):
+                raise ConfigError(
+                    f"FREESCALE_DENSE=allreduce: compiled graphs average the gradient of {name} already; "
+                    "DistributedDataParallel must not be wrapped around it"
+                )
+
+    module_state.before_ddp_wraps(check)
+
+
+def _watch_parameters_outside_graphs(marked: list[ParameterInput], owners: _Owners) -> None:
+    """A parameter of the same model that no graph takes, and that has a gradient all the same, is an error: nobody
+    would average it."""
+    for name, parameter in _parameters_beside(marked):
+        if parameter in _watched or owners.leave_alone(parameter) or owners.ddp_averages(parameter):
+            continue
+        _watched.add(parameter)
+
+        def check(p: torch.Tensor, name: str = name) -> None:
+            if p not in AVERAGED_IN_GRAPHS and p.grad is not None:
+                raise RuntimeError(
+                    f"freescale: FREESCALE_DENSE=allreduce: {name} has a gradient, but no compiled graph uses it: it "
+                    "is used outside of them (fullgraph=True finds where), and its gradient would not be averaged"
+                )
+
+        parameter.register_post_accumulate_grad_hook(check)
+
+
+_watched = dense_parameters.TensorSet()
+
+
+def _parameters_beside(marked: list[ParameterInput]) -> list[tuple[str, nn.Parameter]]:
+    """The other trained parameters of all modules around those of the marked ones."""
+    modules = module_state.live_modules((nn.Module,))
+    ids = {id(p.tensor) for p in marked}
+    around = {id(m) for m in modules if any(id(p) in ids for p in m._parameters.values())}
+    while True:
+        more = {id(m) for m in modules if any(id(c) in around for c in m._modules.values())} - around
+        if not more:
+            break
+        around |= more
+    found = {id(p): (n, p) for m in modules if id(m) in around for n, p in m.named_parameters() if p.requires_grad}
+    return [(n, p) for i, (n, p) in found.items() if i not in ids]

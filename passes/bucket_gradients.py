@@ -1,0 +1,121 @@
+"""Average dense gradients in buckets that travel while the backward pass goes on.
+
+Needs:    a post-grad graph in which each gradient to be averaged is an `average_gradient` (FREESCALE_DENSE=allreduce).
+Promises: same values up to the order in which the group adds up ranks (none with two of them). Buckets, and the order
+          in which they leave, follow from the parameters and their places in the model alone: graphs of one model for
+          batches of different sizes have the same. A bucket holds one data type of one device.
+Leaves:   a gradient that something in the graph computes with: it is averaged where it stands.
+Before:   g0 = mm(...) ; a0 = average_gradient(g0) ; g1 = mm(...) ; a1 = average_gradient(g1) ; return a0, a1
+After:    g0 = mm(...) ; g1 = mm(...) ; launched = all_reduce_launch([g0, g1]) ; ... ; flat = wait_tensor(launched)
+          a0, a1 = split(flat) ; return a0, a1
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from freescale.compat import distributed, fx_values
+from freescale.config import Config
+from freescale.kernels.reference import all_reduce_bytes
+from freescale.passes.exchange_meta import EXCHANGE_KEY, ORIGIN_KEYS, WAIT, CannotApply, GraphExchange, argument
+
+aten = torch.ops.aten
+fs = torch.ops.freescale
+
+# Of small models too, the first gradients leave before the last are there; but what a launch costs is not for nothing.
+MIN_BUCKETS, MIN_BYTES = 8, 1 << 20
+
+Bucket = list[fx.Node]  # of average_gradient
+
+
+def bucket_gradients(gm: fx.GraphModule, cfg: Config) -> int:
+    """Return the number of buckets."""
+    averaged = [n for n in gm.graph.nodes if n.target is fs.average_gradient.default]
+    averaged = [n for n in averaged if all(u.op == "output" for u in n.users)]
+    for node in averaged:
+        if not isinstance(node.meta["val"].numel(), int):
+            raise CannotApply(f"the size of the gradient of {argument(node, 'name')} changes with the batch")
+    buckets = fill_buckets(sorted(averaged, key=lambda n: argument(n, "place")), cfg.bucket_mb * (1 << 20))
+    position = {n: i for i, n in enumerate(gm.graph.nodes)}
+    behind, launch = -1, None
+    for bucket in buckets:
+        last_ready = max(map(_gradient, bucket), key=position.__getitem__)
+        # not in front of the bucket before it, whichever is full first
+        if launch is None or position[last_ready] > behind:
+            behind, launch = position[last_ready], last_ready
+        launch = _rewrite(gm.graph, bucket, launch)
+    return len(buckets)
+
+
+def fill_buckets(averaged: Bucket, max_bytes: float) -> list[Bucket]:
+    """In the order in which they are full; a gradient larger than `max_bytes` has a bucket of its own."""
+    total = sum(_bytes(n) for n in averaged)
+    max_bytes = min(max_bytes, max(total / MIN_BUCKETS, MIN_BYTES))
+    open_buckets: dict[Any, Bucket] = {}
+    full: list[Bucket] = []
+    for node in averaged:
+        value = node.meta["val"]
+        key = (value.dtype, value.device, argument(node, "group_name"))
+        bucket = open_buckets.setdefault(key, [])
+        if bucket and sum(map(_bytes, bucket)) + _bytes(node) > max_bytes:
+            full.append(bucket)
+            bucket = open_buckets[key] = []
+        bucket.append(node)
+    return [*full, *open_buckets.values()]
+
+
+def _bytes(node: fx.Node) -> int:
+    return int(node.meta["val"].nbytes)
+
+
+def _gradient(node: fx.Node) -> fx.Node:
+    gradient = node.args[0]
+    assert isinstance(gradient, fx.Node)
+    return gradient
+
+
+def _rewrite(graph: fx.Graph, bucket: Bucket, behind: fx.Node) -> fx.Node:
+    """Launch a bucket behind a node, and wait for it at the end of the graph."""
+    group_name = argument(bucket[0], "group_name")
+    names = [argument(n, "name") for n in bucket]
+    gradients = list(map(_gradient, bucket))
+    with graph.inserting_before(_first_after(behind)):
+        launch = _call(graph, bucket[0], fs.all_reduce_launch.default, gradients, ", ".join(names), group_name)
+    output = next(iter(reversed(graph.nodes)))
+    with graph.inserting_before(output):
+        wait = _call(graph, bucket[0], WAIT, launch)
+        parts = _call(graph, bucket[0], aten.split_with_sizes.default, wait, [n.meta["val"].numel() for n in bucket])
+        for i, node in enumerate(bucket):
+            part = _call(graph, node, operator.getitem, parts, i)
+            node.replace_all_uses_with(_call(graph, node, aten.view.default, part, list(node.meta["val"].shape)))
+    size = all_reduce_bytes(sum(map(_bytes, bucket)), distributed.group_by_name(group_name).size())
+    launch.meta[EXCHANGE_KEY] = GraphExchange(
+        "dense", "gradients", "dense", sympy.Integer(size), launch, wait, None, _in_short(names)
+    )
+    for node in bucket:
+        graph.erase_node(node)
+    return launch
+
+
+def _first_after(node: fx.Node) -> fx.Node:
+    """Inputs of a graph stay in front."""
+    node = node.next
+    while node.op in ("placeholder", "get_attr"):
+        node = node.next
+    return node
+
+
+def _call(graph: fx.Graph, origin: fx.Node, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta.update({k: origin.meta[k] for k in ORIGIN_KEYS if k in origin.meta})
+    node.meta["val"] = fx_values.fake_value(node)
+    return node
+
+
+def _in_short(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} parameters)"

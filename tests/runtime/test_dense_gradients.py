@@ -1,0 +1,413 @@
+"""FREESCALE_DENSE=allreduce: the graph averages dense gradients, with the numbers of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import trec
+from ranks import HAS_TORCHREC, run_ranks
+from shared_ranks import Outcomes, run_together
+
+STEPS = 10
+needs_torchrec = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+State = dict[str, torch.Tensor]
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+class Native(nn.Module):
+    """A sharded table, tied and frozen parameters, a buffer, two data types, and a layer that is used twice."""
+
+    def __init__(self, table: bool = True, second_dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        import freescale
+
+        self.table = freescale.ShardedEmbedding(64, 8, name="item") if table else None
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.narrow = nn.Linear(8, 8, dtype=second_dtype)
+        self.tied = self.layers[0].weight
+        self.frozen = nn.Parameter(torch.rand(8), requires_grad=False)
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if self.table is not None:
+            x = x + self.table(ids)
+        for layer in (*self.layers, self.layers[1]):
+            x = torch.tanh(layer(x)) * self.frozen
+        x = x + self.narrow(x.to(self.narrow.weight.dtype)).float()
+        return (x @ self.tied * self.scale).square().mean()
+
+
+def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of other sizes on every rank, and now and then of one sample, which has a graph of its own."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    n = 1 if step % 5 == 3 + dist.get_rank() % 2 else 4 + step % 3 + dist.get_rank()
+    return torch.randint(0, 64, (n,), generator=generator), torch.randn(n, 8, generator=generator)
+
+
+def _compiled(model: Any, **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="freescale", fullgraph=True, options={"strict": True, **options})
+
+
+def _train(model: nn.Module, run: Any, steps: int = STEPS, backwards: int = 1) -> State:
+    optimizer = torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for part in range(backwards):
+            run(*_batch(backwards * step + part)).backward()
+        optimizer.step()
+    return {n: t.detach().clone() for n, t in model.state_dict().items()}
+
+
+def _model(table: bool, backwards: int) -> Native:
+    """Every rank draws values of its own. bfloat16 where nothing depends on the order in which things are added up."""
+    torch.manual_seed(7 * dist.get_rank())
+    any_order = backwards == 1 and dist.get_world_size() == 2
+    return Native(table, torch.bfloat16 if any_order else torch.float32)
+
+
+def _native_with_ddp(codegen: str, backwards: int, table: bool) -> State:
+    """The reference: DDP around the same model, compiled inside it."""
+    model = _model(table, backwards)
+    # DDP would send rank 0's rows of the sharded table around
+    own = [f"table.{name}" for name in ("weight", "momentum")] if table else []
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+    torch._dynamo.reset()
+    return _train(model, torch.compile(wrapped, backend="freescale", options={"codegen": codegen}), backwards=backwards)
+
+
+def _native(codegen: str, backwards: int, table: bool, **options: Any) -> State:
+    model = _model(table, backwards)
+    return _train(model, _compiled(model, codegen=codegen, dense="allreduce", **options), backwards=backwards)
+
+
+def _worst(a: State, b: State) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[n].float() - b[n].float()).abs().max()) for n in a if a[n].numel())
+
+
+def _native_against_ddp(codegen: str = "eager", backwards: int = 1, table: bool = True, **options: Any) -> float:
+    expected = _native_with_ddp(codegen, backwards, table)
+    found = _native(codegen, backwards, table, **options)
+    assert float(expected["layers.0.weight"].abs().sum()) > 0
+    return _worst(found, expected)
+
+
+# ---- the numbers of DDP ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", ("eager", "inductor", "without a table", "small buckets", "not bucketed", "no passes")
+)
+def test_a_native_model_trains_as_with_ddp_bit_for_bit(case, checked):
+    assert max(checked.of(f"native, {case}")) == 0.0
+
+
+def test_gradients_of_two_backward_passes_are_averages_too(checked):
+    """DDP averages the sum, here the averages are added up."""
+    assert max(checked.of("native, two backward passes")) <= 1e-6
+
+
+@pytest.mark.slow
+def test_a_native_model_trains_as_with_ddp_on_four_ranks():
+    assert max(run_ranks(partial(_native_against_ddp, "inductor"), 4)) <= 1e-6
+
+
+def _torchrec(layout: str, dense: bool, codegen: str, look_ahead: bool) -> tuple[list[float], State, dict[str, Any]]:
+    from torch._dynamo.utils import counters
+
+    import freescale
+    from freescale import backend, driver
+
+    backend.COMPILED.clear()
+    counters.clear()
+    driver.REPORT.dense_buckets = 0
+    torch._dynamo.reset()
+    model = trec.build(layout, "rowwise_adagrad", ddp=not dense)
+    options = {"codegen": codegen, "dense": "allreduce" if dense else "off", "strict": True}
+    run = torch.compile(model, backend="freescale", fullgraph=dense, options=options)
+    batches = [trec.batch(step, dist.get_rank(), none=False) for step in range(STEPS)]
+    losses = trec.train_on(model, run, freescale.LookaheadLoader(batches, run) if look_ahead else batches)
+    state = {**trec.snapshot(model), **trec.optimizer_state(model)}
+    return losses, state, freescale.report()
+
+
+def _torchrec_against_ddp(layout: str, codegen: str = "eager", look_ahead: bool = False) -> dict[str, Any]:
+    losses, expected, _ = _torchrec(layout, False, codegen, look_ahead)
+    found_losses, found, report = _torchrec(layout, True, codegen, look_ahead)
+    difference = max(abs(a - b) for a, b in zip(losses, found_losses, strict=True))
+    return {"difference": max(difference, _worst(found, expected)), "report": report}
+
+
+@needs_torchrec
+@pytest.mark.parametrize("case", ("row_wise", "mixed", "row_wise under inductor", "look-ahead"))
+def test_a_whole_dmp_is_one_graph_and_trains_as_with_ddp_bit_for_bit(case, checked):
+    for rank in checked.of(case):
+        assert rank["difference"] == 0.0
+        assert (rank["report"]["graphs"], rank["report"]["graph_breaks"], rank["report"]["dense_buckets"]) == (1, 0, 1)
+
+
+@needs_torchrec
+@pytest.mark.slow
+def test_a_whole_dmp_trains_as_with_ddp_on_four_ranks():
+    for rank in run_ranks(_torchrec_against_ddp, 4, "mixed", "inductor"):
+        assert rank["difference"] <= 1e-6
+
+
+# ---- graph breaks, other groups, one rank ----------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Its first layer is computed anew in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.b(checkpoint(lambda y: torch.tanh(self.a(y)), x, use_reentrant=False)).square().mean()
+
+
+class Broken(nn.Module):
+    """Two graphs that share a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(torch.tanh(self.a(x)))
+        torch._dynamo.graph_break()
+        return torch.tanh(self.a(x)).square().mean()
+
+
+def _dense_against_ddp(make: type[nn.Module]) -> float:
+    results = []
+    for dense in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(7 * dist.get_rank())
+        model = make()
+        wrapped = model if dense else DistributedDataParallel(model)
+        options = {"codegen": "eager", "dense": "allreduce" if dense else "off"}
+        results.append(_train(model, torch.compile(wrapped, backend="freescale", options=options)))
+    return _worst(*results)
+
+
+def test_a_parameter_in_two_graphs_is_averaged_in_parts(checked):
+    assert max(checked.of("graph break")) <= 1e-6
+
+
+def test_checkpointed_activations(checked):
+    assert max(checked.of("checkpointed")) <= 1e-6
+
+
+def _gradients_of_other_tensors() -> tuple[list[float], ...]:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 1), torch.full((2, 4), 1.0 + dist.get_rank(), requires_grad=True)
+    run = _compiled(lambda x: (layer(x) * (1.0 + dist.get_rank())).sum(), codegen="eager", dense="allreduce")
+    run(x).backward()
+    return x.grad[0].tolist(), (layer.weight[0] * (1.0 + dist.get_rank())).tolist(), layer.weight.grad[0].tolist()
+
+
+def test_gradients_of_what_is_no_parameter_stay_as_they_are(checked):
+    for found, expected, weight in checked.of("other tensors"):
+        assert found == expected and weight == [(2 * 1.0 + 2 * 4.0) / 2] * 4
+
+
+def _in_a_group_of_two() -> list[float]:
+    """Ranks 0, 1 and ranks 2, 3 train models of their own."""
+    import freescale
+
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = groups[dist.get_rank() // 2]
+    torch.manual_seed(dist.get_rank())
+    model = nn.ModuleDict({"table": freescale.ShardedEmbedding(64, 8, group=mine), "out": nn.Linear(8, 1)})
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        return model["out"](model["table"](ids)).sum()
+
+    run = _compiled(loss, codegen="eager", dense="allreduce")
+    run(torch.arange(3 + dist.get_rank())).backward()
+    return model["out"].weight.grad.flatten().tolist() + model["out"].weight.flatten().tolist()
+
+
+def test_the_ranks_of_a_table_are_those_that_average():
+    a, b, c, d = run_ranks(_in_a_group_of_two, 4)
+    assert a == b and c == d and a != c
+
+
+def _alone() -> dict[str, Any]:
+    import freescale
+
+    model = Native()
+    _compiled(model, codegen="eager", dense="allreduce")(*_batch(0)).backward()
+    return freescale.report()
+
+
+def test_one_rank_has_nothing_to_average():
+    (report,) = run_ranks(_alone, 1)
+    assert report["dense_buckets"] == 0
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _one_step(**options: Any) -> None:
+    model = Native()
+    run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager", **options})
+    run(*_batch(0)).backward()
+
+
+def test_different_settings_raise_on_every_rank():
+    for error in run_ranks(_one_step, 2, env_of={1: {"FREESCALE_DENSE": "allreduce"}}, expect_errors=True):
+        assert "ranks disagree: FREESCALE_DENSE is 'off' on rank 0 and 'allreduce' on rank 1" in error
+
+
+class Sometimes(nn.Module):
+    """Rank 1 does not use one of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return (self.b(self.a(x)) if both else self.a(x)).sum()
+
+
+def _unused_on_one_rank(no_gradient: bool) -> None:
+    model = Sometimes()
+    if no_gradient and dist.get_rank() == 1:
+        model.b.weight.requires_grad_(False)
+    run = _compiled(model, codegen="eager", dense="allreduce")
+    run(torch.ones(2, 8), no_gradient or dist.get_rank() == 0).backward()
+
+
+def test_a_parameter_that_one_rank_does_not_use_raises_on_every_rank():
+    for error in run_ranks(_unused_on_one_rank, 2, False, expect_errors=True):
+        assert "ranks disagree: dense parameters" in error and "b.weight [8, 8] torch.float32" in error
+
+
+def test_a_parameter_that_one_rank_does_not_train_raises_on_every_rank():
+    for error in run_ranks(_unused_on_one_rank, 2, True, expect_errors=True):
+        assert "ranks disagree: what the backward graph launches" in error and "b.weight" in error
+
+
+def _with_ddp_too(strict: bool, wrapped_later: bool) -> Any:
+    import freescale
+
+    model = Broken()
+    options = {"codegen": "eager", "dense": "allreduce", "strict": strict}
+    if wrapped_later:
+        torch.compile(model, backend="freescale", options=options)(*_batch(0)).backward()
+        return DistributedDataParallel(model)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("freescale").addHandler(handler)
+    wrapped = DistributedDataParallel(model)
+    torch.compile(wrapped, backend="freescale", options=options)(*_batch(0)).backward()
+    found = [p.grad for p in model.parameters()]
+    eager = DistributedDataParallel(Broken())
+    eager.module.load_state_dict(model.state_dict())
+    eager(*_batch(0)).backward()
+    worst = max(float((p.grad - g).abs().max()) for p, g in zip(eager.parameters(), found, strict=True))
+    return worst, freescale.report()["dense_buckets"], [s for s in said if "leaves" in s]
+
+
+def test_what_ddp_averages_is_left_to_it_with_one_sentence():
+    for worst, buckets, said in run_ranks(_with_ddp_too, 2, False, False):
+        assert worst <= 1e-6 and buckets == 0
+        assert len(said) == 2  # one for each graph, which have different parameters
+        assert "leaves 4 parameters, the first of them a.weight, to DistributedDataParallel" in said[0]
+
+
+def test_ddp_and_the_flag_together_are_an_error_under_strict():
+    for error in run_ranks(_with_ddp_too, 2, True, False, expect_errors=True):
+        assert "to DistributedDataParallel, which is wrapped around them" in error
+
+
+def test_ddp_around_what_graphs_average_already_is_refused():
+    for error in run_ranks(_with_ddp_too, 2, False, True, expect_errors=True):
+        assert "compiled graphs average the gradient of a.weight already" in error
+
+
+class PartlyEager(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(self._outside(x)).sum()
+
+    @torch.compiler.disable
+    def _outside(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outside(x)
+
+
+def _partly_outside() -> None:
+    options = {"codegen": "eager", "dense": "allreduce"}
+    torch.compile(PartlyEager(), backend="freescale", options=options)(torch.ones(2, 8)).backward()
+
+
+def test_a_gradient_that_no_graph_averages_is_an_error():
+    for error in run_ranks(_partly_outside, 2, expect_errors=True):
+        assert "outside.weight has a gradient, but no compiled graph uses it" in error or "outside.bias" in error
+
+
+# ---- the meter -------------------------------------------------------------------------------------------------------
+
+
+def _metered() -> dict[str, Any]:
+    import freescale
+
+    torch.manual_seed(0)
+    model = Native()
+    run = _compiled(model, codegen="eager", dense="allreduce")
+    freescale.meter.mark(0)
+    run(*_batch(0)).backward()
+    freescale.meter.mark()
+    step = freescale.meter.steps()[-1]
+    size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return {"bytes": step["bytes"]["dense gradients"], "parameters": size, "waits": list(step["waits"])}
+
+
+def test_the_meter_counts_dense_gradients_by_themselves():
+    for found in run_ranks(_metered, 2):
+        assert found["bytes"] == found["parameters"] and "dense gradients" in found["waits"]
+
+
+CHECKS = {
+    "native, eager": _native_against_ddp,
+    "native, inductor": partial(_native_against_ddp, "inductor"),
+    "native, without a table": partial(_native_against_ddp, table=False),
+    "native, two backward passes": partial(_native_against_ddp, backwards=2),
+    "native, small buckets": partial(_native_against_ddp, bucket_mb=1e-4),
+    "native, not bucketed": partial(_native_against_ddp, passes="-bucket_gradients"),
+    "native, no passes": partial(_native_against_ddp, passes="none"),
+    "graph break": partial(_dense_against_ddp, Broken),
+    "checkpointed": partial(_dense_against_ddp, Checkpointed),
+    "other tensors": _gradients_of_other_tensors,
+}
+WITH_TORCHREC = {
+    "row_wise": partial(_torchrec_against_ddp, "row_wise"),
+    "mixed": partial(_torchrec_against_ddp, "mixed"),
+    "row_wise under inductor": partial(_torchrec_against_ddp, "row_wise", "inductor"),
+    "look-ahead": partial(_torchrec_against_ddp, "row_wise", "eager", True),
+}
+
+
+@pytest.fixture(scope="module")
+def checked() -> Outcomes:
+    return run_together({**CHECKS, **(WITH_TORCHREC if HAS_TORCHREC else {})}, 2, timeout=500)
