@@ -189,7 +189,8 @@ def _examine_tables(facts: Facts) -> None:
     )
     installed = facts.versions["torchrec"]
     if without and why is not None:
-        remedy = f"FBGEMM {wanted_fbgemm}, the newest, does not load under torch {facts.versions['torch']}. For TorchRec: torch {torch_minor}."
+        newest = f"FBGEMM {wanted_fbgemm}, the newest, does not load under torch {facts.versions['torch']}"
+        remedy = f"{newest}. For TorchRec: torch {torch_minor}."
         facts.missing.append(Missing(f"TorchRec: {why}", remedy))
     elif why is not None:
         facts.missing.append(Missing(f"TorchRec: {why}", remedy))
