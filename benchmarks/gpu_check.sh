@@ -96,6 +96,7 @@ start hstu 1 200 "${gpu[@]}" tests/models/test_hstu_attention.py tests/benchmark
 start train 1 250 "${gpu[@]}" tests/models/test_train_example.py
 start sanitizer_rows 1 300 "${sanitizer[@]}" tests/kernels/test_row_kernels.py
 start sanitizer_dispatch 1 300 "${sanitizer[@]}" tests/kernels/test_sample_packing.py
+start dense 1 200 "${gpu[@]}" tests/runtime/test_dense_gradients.py
 start balance 1 300 "${gpu[@]}" tests/runtime/samples/test_split_batch.py tests/runtime/test_meter.py
 finish
 check kernels_gpu 1 150 python3 benchmarks/kernels_gpu.py $quick --json "$results/kernels_gpu.json"

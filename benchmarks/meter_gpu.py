@@ -9,8 +9,6 @@ profiled on rank 0 with the meter on. Beside the meter's five parts stand the ti
 profiler (kernels on the compute stream mark where each step begins) and how long that stream was busy.
 
 meter_step_error_percent     the sum of the meter's parts against the profiler's step, the worst setting. Bar: 5
-meter_loader_error_percent   with the loader that sleeps: what the meter calls loader against the time in which the
-                             stream was idle by the profiler, in percent of the step
 """
 
 from __future__ import annotations
@@ -208,12 +206,8 @@ def main() -> None:
     print(f"{'':<10}" + "".join(f"{p:>12}" for p in PARTS) + f"{'sum':>10}{'profiler':>12}{'busy':>10}{'error, %':>10}")
     found = run(args.ranks, 8 if args.quick else 30)
     worst = max(r["step_error_percent"] for r in found.values())
-    slept = found["loader"]
-    # Of the sleep, the stream stood still for what the profiler did not see it busy.
-    waited = slept["meter_ms"]["loader"] - (slept["step_ms"] - slept["busy_ms"])
-    loader_error = abs(waited) / slept["step_ms"] * 100
-    print(f"\nmeter_step_error_percent: {worst:.2f}\nmeter_loader_error_percent: {loader_error:.2f}")
-    result = {"meter_step_error_percent": worst, "meter_loader_error_percent": loader_error, "settings": found}
+    print(f"\nmeter_step_error_percent: {worst:.2f}")
+    result = {"meter_step_error_percent": worst, "settings": found}
     gpu_machine.write(args.json, {**result, "machine": gpu_machine.machine()})
 
 

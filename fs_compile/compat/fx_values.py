@@ -12,9 +12,10 @@ from torch import fx
 def size_hint(size: Any, fallback: int) -> int:
     """A symbolic size, SymInt or expression, as it was in the batch that was traced; `fallback` per unknown symbol."""
     if isinstance(size, torch.SymInt):
-        if size.node.has_hint():
-            return int(size.node.hint)
-        known, size = size.node.shape_env.backed_var_to_val, size.node.expr
+        node: Any = size.node
+        if node.has_hint():
+            return int(node.hint)
+        known, size = node.shape_env.backed_var_to_val, node.expr
     elif isinstance(size, sympy.Expr) and size.free_symbols:
         known = _shape_env().backed_var_to_val
     else:

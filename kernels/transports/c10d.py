@@ -8,6 +8,7 @@ took turns; sends and receives do not, if every receive is posted before the fir
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,8 @@ def start_all_to_all(
     """Start an all-to-all of rows: `send[p]` rows of `x` to peer p, `recv[p]` rows of `out` from it."""
     if x.device.type == "cpu" and group.size() <= MAX_PAIRWISE_RANKS and distributed.is_gloo(group):
         return _start_pairwise(out, x, recv, send, group)
-    return dist.all_to_all_single(out, x, recv, send, group=group, async_op=True)
+    work: Any = dist.all_to_all_single(out, x, recv, send, group=group, async_op=True)
+    return work
 
 
 def _start_pairwise(

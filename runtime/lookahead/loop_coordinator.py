@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ class LoopCoordinator:
         self.stack = LoopStack(timeout)
         self._hooks = ModelHooks(self.stack)
         # Early rows and late gradients: a group of the same kind as the training's, so that urgent ones overtake them.
-        self._background_group = dist.new_group(timeout=timeout)
+        self._background_group = cast(dist.ProcessGroup, dist.new_group(timeout=timeout))
         self._restore_group: dist.ProcessGroup | None = None
         bytes_per_second = link_speed.measure(self._background_group, exchanges[0].anchor.device, link_gbps)
         log.info("the link carries %.3g Gbit/s per rank", bytes_per_second * 8 / 1e9)

@@ -155,7 +155,7 @@ def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:
     first, offset, adjacent = parts[0], parts[0].storage_offset(), True
     for part in parts:
         same_storage = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        adjacent = adjacent and same_storage and part.storage_offset() == offset
+        adjacent = bool(adjacent and same_storage and part.storage_offset() == offset)
         offset += part.numel()
     if not adjacent:
         return torch.cat(parts)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import trec
+from freescale.compat.version import torch_version
 from ranks import HAS_TORCHREC, run_ranks
 from shared_ranks import Outcomes, run_together
 
@@ -48,11 +49,16 @@ class Native(nn.Module):
         return (x @ self.tied * self.scale).square().mean()
 
 
+def _device() -> torch.device:
+    return torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
+
+
 def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of other sizes on every rank, and now and then of one sample, which has a graph of its own."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     n = 1 if step % 5 == 3 + dist.get_rank() % 2 else 4 + step % 3 + dist.get_rank()
-    return torch.randint(0, 64, (n,), generator=generator), torch.randn(n, 8, generator=generator)
+    ids, x = torch.randint(0, 64, (n,), generator=generator), torch.randn(n, 8, generator=generator)
+    return ids.to(_device()), x.to(_device())
 
 
 def _compiled(model: Any, **options: Any) -> Any:
@@ -74,7 +80,7 @@ def _model(table: bool, backwards: int) -> Native:
     """Every rank draws values of its own. bfloat16 where nothing depends on the order in which things are added up."""
     torch.manual_seed(7 * dist.get_rank())
     any_order = backwards == 1 and dist.get_world_size() == 2
-    return Native(table, torch.bfloat16 if any_order else torch.float32)
+    return Native(table, torch.bfloat16 if any_order else torch.float32).to(_device())
 
 
 def _native_with_ddp(codegen: str, backwards: int, table: bool) -> State:
@@ -123,6 +129,13 @@ def test_gradients_of_two_backward_passes_are_averages_too(checked):
 @pytest.mark.slow
 def test_a_native_model_trains_as_with_ddp_on_four_ranks():
     assert max(run_ranks(partial(_native_against_ddp, "inductor"), 4)) <= 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("codegen", ("eager", "inductor"))
+def test_a_native_model_trains_as_with_ddp_over_nccl(codegen):
+    assert max(run_ranks(partial(_native_against_ddp, codegen), 2, backend="nccl")) == 0.0
 
 
 def _torchrec(layout: str, dense: bool, codegen: str, look_ahead: bool) -> tuple[list[float], State, dict[str, Any]]:
@@ -209,6 +222,7 @@ def test_a_parameter_in_two_graphs_is_averaged_in_parts(checked):
     assert max(checked.of("graph break")) <= 1e-6
 
 
+@pytest.mark.skipif(torch_version() == "2.14", reason="Inductor of torch 2.14 fails on this model, without freescale too")
 def test_checkpointed_activations(checked):
     assert max(checked.of("checkpointed")) <= 1e-6
 

@@ -79,8 +79,6 @@ def _rank(call, rank, world, backend, store, timeout, env, cached, pipe):
 
     torch.set_num_threads(1)
     torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = cached
-    # Else Inductor chooses by time how a reduction on a GPU is cut up: the same graph would have other bits at times.
-    torch._inductor.config.deterministic = torch.cuda.is_available()
     # With symbolic sizes, keeping what fake ops return costs more than it saves: a tenth of all compilation.
     torch._dynamo.config.fake_tensor_cache_enabled = False
     try:
