@@ -25,7 +25,7 @@ from freescale.compat.module_state import ParameterInput
 from freescale.config import Config, ConfigError
 from freescale.runtime import dense_parameters
 from freescale.runtime.dense_parameters import AVERAGED_BY_TABLES, AVERAGED_IN_GRAPHS
-from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
+from freescale.runtime.tables.sharded_embedding import NativeTables
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class _Owners:
 
     def __init__(self) -> None:
         modules = module_state.live_modules((nn.Module,))
-        sharded = [m for m in modules if isinstance(m, ShardedEmbedding) or torchrec.is_sharded_module(m)]
+        sharded = [m for m in modules if isinstance(m, NativeTables) or torchrec.is_sharded_module(m)]
         wrappers = [m for m in modules if isinstance(m, DistributedDataParallel)]
         self._of_tables = {id(p) for m in sharded for p in m.parameters()}
         self._of_ddp = {id(p) for m in wrappers for p in module_state.averaged_by_ddp(m)}
