@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import gpu_machine
 from command_line import parser
+from step_gpu_profile import MARKER, busy_microseconds
 
-MARKER = "erfinv"  # a kernel that the model has not
 WARM_UP = 6
 SLEEP = 0.05
 ROWS = 400_000
@@ -146,12 +146,8 @@ def compare(metered: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict
     steps = len(marks) - 1
     if len(metered) != steps:
         raise RuntimeError(f"the meter has {len(metered)} steps, the profiler {steps}")
-    begin, end, stream = marks[0]["ts"], marks[-1]["ts"], marks[0]["args"]["stream"]
-    busy, until = 0.0, begin
-    for kernel in (k for k in kernels if k["args"]["stream"] == stream):
-        first, last = max(kernel["ts"], until), min(kernel["ts"] + kernel["dur"], end)
-        busy += max(last - first, 0.0)
-        until = max(until, last)
+    begin, end = marks[0]["ts"], marks[-1]["ts"]
+    busy = busy_microseconds(kernels, marks[0]["args"]["stream"], begin, end)
     parts = {p: sum(s[p] for s in metered) / steps * 1e3 for p in PARTS}
     step = (end - begin) / steps / 1e3
     found = {"meter_ms": parts, "step_ms": step, "busy_ms": busy / steps / 1e3, "steps": steps}

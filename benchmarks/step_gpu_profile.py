@@ -57,13 +57,18 @@ def busy_share(events: list[dict[str, Any]]) -> float | None:
     markers = sorted((e for e in kernels if MARKER in e["name"]), key=lambda e: e["ts"])
     if len(markers) < SETTLING + 2:
         return None
-    begin, end, stream = markers[SETTLING]["ts"], markers[-1]["ts"], markers[0]["args"]["stream"]
+    begin, end = markers[SETTLING]["ts"], markers[-1]["ts"]
+    return busy_microseconds(kernels, markers[0]["args"]["stream"], begin, end) / (end - begin)
+
+
+def busy_microseconds(kernels: list[dict[str, Any]], stream: int, begin: float, end: float) -> float:
+    """In which some kernel ran on a stream."""
     busy, until = 0.0, begin
     for kernel in sorted((k for k in kernels if k["args"]["stream"] == stream), key=lambda e: e["ts"]):
         first, last = max(kernel["ts"], until), min(kernel["ts"] + kernel["dur"], end)
         busy += max(last - first, 0.0)
         until = max(until, last)
-    return busy / (end - begin)
+    return busy
 
 
 class HostProfile:
