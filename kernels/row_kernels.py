@@ -121,6 +121,31 @@ def step_rows(
     weight.index_copy_(0, rows, new_weight.to(weight.dtype))
 
 
+def adam_rows(
+    weight: torch.Tensor, means: torch.Tensor, squares: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor,
+    lr: float, eps: float, betas: tuple[float, float], weight_decay: float, step: int,
+) -> None:  # fmt: skip
+    """Step number `step`, from 1 on, of Adam with one gradient per row, in the gradients' type, as FBGEMM has it: a row
+    that is not looked up keeps its averages, and all rows count the same steps.
+
+    `squares` is [rows, dim], or [rows] for partial row-wise Adam, which averages the mean of a row's squares.
+    """
+    beta1, beta2 = betas
+    new_squares = grads.square()
+    if squares.dim() == 1:
+        new_squares = new_squares.sum(1) / weight.shape[1]
+    old = squares.index_select(0, rows).to(grads.dtype)
+    new_squares = beta2 * old + (1 - beta2) * new_squares
+    new_means = beta1 * means.index_select(0, rows).to(grads.dtype) + (1 - beta1) * grads
+    squares.index_copy_(0, rows, new_squares.to(squares.dtype))
+    means.index_copy_(0, rows, new_means.to(means.dtype))
+    root = (new_squares / (1 - beta2**step)).sqrt() + eps
+    direction = new_means / (1 - beta1**step) / (root[:, None] if squares.dim() == 1 else root)
+    old_weight = weight.index_select(0, rows).to(grads.dtype)
+    new_weight = old_weight - lr * (direction + weight_decay * old_weight)
+    weight.index_copy_(0, rows, new_weight.to(weight.dtype))
+
+
 def _served_by_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in KERNEL_DTYPES and x.shape[1] <= MAX_COLUMNS
 

@@ -38,7 +38,8 @@ class ShardedTable(RegisteredTable, Protocol):
     def set_settings(self, settings: Any) -> None:
         """As `settings` returned them."""
 
-    # A table may also have, for a GPU: sum_and_update(grad, rows, order, ends), which sums the duplicates as sum_rows
+    # A table may also have count_step(), called before the first update of each step, where an update depends on the
+    # number of steps; and for a GPU: sum_and_update(grad, rows, order, ends), which sums the duplicates as sum_rows
     # does and takes the step at once; and gather(rows), where its rows are not simply those of `weight`.
 
 
@@ -74,6 +75,8 @@ def table_for_update(name: str, late: bool) -> Iterator[ShardedTable]:
     """The table, to be updated. A late update belongs to the step before: it is done with the settings of that one,
     whatever a schedule has made of them since."""
     table = cast(ShardedTable, get_table(name))
+    if not late and hasattr(table, "count_step"):
+        table.count_step()
     current = table.settings()
     if not late:
         last_step_settings[name] = current

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from freescale.kernels.planning import exchange_plan
 from freescale.kernels.transports import open_transports
 from freescale.runtime.tables import initial_rows
 from freescale.runtime.tables.table_exchange import Exchange
+
+ADAM = ("adam", "partial_rowwise_adam")
+OPTIMIZERS = (*row_kernels.OPTIMIZERS, *ADAM)
 
 
 class _Table(NamedTuple):
@@ -33,6 +36,8 @@ class NativeTables(nn.Module):
 
     weight: torch.Tensor
     momentum: torch.Tensor
+    squares: torch.Tensor  # of Adam alone
+    steps: torch.Tensor
 
     def __init__(
         self,
@@ -42,6 +47,8 @@ class NativeTables(nn.Module):
         optimizer: str,
         lr: float,
         eps: float,
+        betas: tuple[float, float],
+        weight_decay: float,
         gradient_division: bool,
         name: str,
         group: dist.ProcessGroup | None,
@@ -54,15 +61,18 @@ class NativeTables(nn.Module):
                 f"freescale: {type(self).__name__} {name!r} needs a process group: "
                 "call torch.distributed.init_process_group first"
             )
-        if optimizer not in row_kernels.OPTIMIZERS:
-            legal = ", ".join(row_kernels.OPTIMIZERS)
+        if optimizer not in OPTIMIZERS:
+            legal = ", ".join(OPTIMIZERS)
             raise ValueError(f"freescale: optimizer must be one of {legal}, found {optimizer!r}")
+        if weight_decay and optimizer not in ADAM:
+            raise ValueError(f"freescale: weight_decay is for {' and '.join(ADAM)}, not for {optimizer}")
         for table in tables:
             if table.rows < 1 or embedding_dim < 1:
                 raise ValueError(f"freescale: table {table.name!r} is empty: {table.rows} x {embedding_dim}")
         group = group if group is not None else dist.group.WORLD
         assert group is not None
         self.embedding_dim, self.optimizer, self.lr, self.eps, self.name = embedding_dim, optimizer, lr, eps, name
+        self.betas, self.weight_decay = betas, weight_decay
         self._tables, self._features = tuple(tables), tuple(features)
         self._divide_by, self._rank = group.size() if gradient_division else 1, group.rank()
         self.shards = _shards_of_all(tables, group.size())
@@ -74,25 +84,50 @@ class NativeTables(nn.Module):
                 part = local[shard.base : shard.base + shard.rows]
                 initial_rows.fill_uniform(part, shard.first, tables[shard.table].rows ** -0.5, seed)
         self.register_buffer("weight", local)
-        momentum_shape = {"adagrad": local.shape, "rowwise_adagrad": local.shape[:1]}.get(optimizer, (0,))
-        self.register_buffer("momentum", local.new_zeros(momentum_shape))
+        self._register_optimizer_state(local)
         self._exchange = Exchange(name, self, self.shards, [t.rows for t in tables], list(features), group)
         self.register_state_dict_pre_hook(open_transports.drain)
         self.register_load_state_dict_post_hook(_update_anchor)
 
+    def _register_optimizer_state(self, local: torch.Tensor) -> None:
+        of_each_row = self.optimizer in ("rowwise_adagrad", "partial_rowwise_adam")
+        shape = (0,) if self.optimizer == "sgd" else local.shape[:1] if of_each_row else local.shape
+        if self.optimizer in ADAM:
+            self.register_buffer("momentum", local.new_zeros(local.shape))
+            self.register_buffer("squares", local.new_zeros(shape))
+            # on the CPU wherever the rows are: an update reads it
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device="cpu"))
+        else:
+            self.register_buffer("momentum", local.new_zeros(shape))
+
+    def count_step(self) -> None:
+        """A step begins to update rows. What is updated late belongs to it, too."""
+        if self.optimizer in ADAM:
+            self.steps += 1
+
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> NativeTables:
         """`double()`, `to(device)` and the like."""
         super()._apply(fn, recurse)
+        if self.optimizer in ADAM:
+            self.steps = self.steps.cpu()
         self._exchange.update_anchor()
         return self
 
-    def settings(self) -> tuple[float, float]:
-        return self.lr, self.eps
+    def settings(self) -> tuple[Any, ...]:
+        return self.lr, self.eps, self.betas, self.weight_decay, int(self.steps) if self.optimizer in ADAM else 0
 
-    def set_settings(self, settings: tuple[float, float]) -> None:
-        self.lr, self.eps = settings
+    def set_settings(self, settings: tuple[Any, ...]) -> None:
+        self.lr, self.eps, self.betas, self.weight_decay, steps = settings
+        if self.optimizer in ADAM:
+            self.steps.fill_(steps)
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
+        if self.optimizer in ADAM:
+            row_kernels.adam_rows(
+                self.weight, self.momentum, self.squares, rows, grads, self.lr, self.eps, self.betas, self.weight_decay,
+                int(self.steps),
+            )  # fmt: skip
+            return
         momentum = None if self.optimizer == "sgd" else self.momentum
         row_kernels.step_rows(self.weight, momentum, rows, grads, self.lr, self.eps)
 
@@ -100,6 +135,9 @@ class NativeTables(nn.Module):
         self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
     ) -> None:
         """As apply_update with the sums of sum_rows. A row comes at most once from each rank."""
+        if self.optimizer in ADAM:
+            self.apply_update(rows, torch.ops.freescale.sum_rows.default(grad, order, ends))
+            return
         momentum = None if self.optimizer == "sgd" else self.momentum
         ranks = len(self.shards) // len(self._tables)
         row_kernels.update_rows(
@@ -119,6 +157,8 @@ class ShardedEmbedding(NativeTables):
 
     sharding: "row_wise" (equal blocks of rows) or "table_wise" (all rows on rank `owner`).
     gradient_division: divide gradients by the number of ranks, as TorchRec does by default.
+    optimizer: "sgd", "adagrad", "rowwise_adagrad", "adam" or "partial_rowwise_adam"; `betas` and `weight_decay` (Adam's
+        decoupled one, of the rows that are looked up) are for the last two, which count steps for the table as a whole.
 
     Values begin uniform between -1/sqrt(num_embeddings) and 1/sqrt(num_embeddings). Each rank makes its own rows alone.
     They follow from one number of torch's CPU generator: with the same `torch.manual_seed` on all ranks, a table begins
@@ -134,6 +174,8 @@ class ShardedEmbedding(NativeTables):
         optimizer: str = "sgd",
         lr: float = 0.01,
         eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
         sharding: str = "row_wise",
         owner: int = 0,
         gradient_division: bool = True,
@@ -144,7 +186,8 @@ class ShardedEmbedding(NativeTables):
     ) -> None:
         table = _Table(name, num_embeddings, sharding, owner)
         super().__init__(
-            [table], [(name, 0)], embedding_dim, optimizer, lr, eps, gradient_division, name, group, device, dtype
+            [table], [(name, 0)], embedding_dim, optimizer, lr, eps, betas, weight_decay, gradient_division,
+            name, group, device, dtype,
         )
         self.num_embeddings = num_embeddings
 
@@ -180,6 +223,8 @@ class ShardedEmbeddingCollection(NativeTables):
         optimizer: str = "sgd",
         lr: float = 0.01,
         eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
         sharding: str | Mapping[str, str] = "row_wise",
         gradient_division: bool = True,
         name: str = "embeddings",
@@ -205,7 +250,8 @@ class ShardedEmbeddingCollection(NativeTables):
         made = [_Table(n, tables[n], of_each[n], owners.get(n, 0)) for n in names]
         entries = [(feature, names.index(table)) for feature, table in features.items()]
         super().__init__(
-            made, entries, embedding_dim, optimizer, lr, eps, gradient_division, name, group, device, dtype
+            made, entries, embedding_dim, optimizer, lr, eps, betas, weight_decay, gradient_division,
+            name, group, device, dtype,
         )
 
     def forward(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

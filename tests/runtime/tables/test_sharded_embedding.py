@@ -101,7 +101,8 @@ def _bad_arguments():
     import freescale
 
     for kwargs, words in (
-        ({"optimizer": "adam"}, "one of sgd, rowwise_adagrad, adagrad"),
+        ({"optimizer": "lamb"}, "one of sgd, rowwise_adagrad, adagrad, adam, partial_rowwise_adam, found 'lamb'"),
+        ({"weight_decay": 0.1}, "weight_decay is for adam and partial_rowwise_adam, not for sgd"),
         ({"sharding": "column_wise"}, "row_wise or table_wise"),
         ({"sharding": "table_wise", "owner": 9}, "owner 9 is not a rank"),
     ):
