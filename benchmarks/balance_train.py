@@ -25,7 +25,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -204,19 +204,23 @@ def row(kind: str, mode: str, blocks: list[dict[str, Any]], off: list[dict[str, 
     }
 
 
+def in_ranks(main: Callable[..., None], *args: Any) -> None:
+    """main(rank, *args) in a process for each rank."""
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=main, args=(rank, *args)) for rank in range(RANKS)]
+    for p in ranks:
+        p.start()
+    for p in ranks:
+        p.join()
+    if any(p.exitcode for p in ranks):
+        raise RuntimeError(f"freescale: the ranks of the training run ended with {[p.exitcode for p in ranks]}")
+
+
 def run(quick: bool, codegen: str | None = None) -> dict[str, Any]:
     """Train, print a table, return it."""
     rounds, steps = (3, 8) if quick else (12, 24)
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        args = (folder, rounds, steps, codegen or ("eager" if quick else "inductor"))
-        ranks = [context.Process(target=rank_main, args=(rank, *args)) for rank in range(RANKS)]
-        for p in ranks:
-            p.start()
-        for p in ranks:
-            p.join()
-        if any(p.exitcode for p in ranks):
-            raise RuntimeError(f"freescale: the ranks of the training run ended with {[p.exitcode for p in ranks]}")
+        in_ranks(rank_main, folder, rounds, steps, codegen or ("eager" if quick else "inductor"))
         result: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
     table(result)
     return result

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -111,17 +110,9 @@ def rank_main(rank: int, folder: str, steps: int, codegen: str) -> None:
 
 
 def measured(steps: int, codegen: str) -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FREESCALE_RECORD"] = str(Path(folder, "record"))  # for the ranks
-        arguments = [(rank, folder, steps, codegen) for rank in range(balance_train.RANKS)]
-        ranks = [context.Process(target=rank_main, args=a) for a in arguments]
-        for p in ranks:
-            p.start()
-        for p in ranks:
-            p.join()
-        if any(p.exitcode for p in ranks):
-            raise RuntimeError(f"freescale: the ranks ended with {[p.exitcode for p in ranks]}")
+        balance_train.in_ranks(rank_main, folder, steps, codegen)
         return [json.loads(Path(folder, f"found{rank}.json").read_text()) for rank in range(balance_train.RANKS)]
 
 

@@ -157,12 +157,6 @@ wait_tensor_default_2""")
 # ---- on graphs made for it ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def world():
-    with fake_world(0, 4):
-        yield
-
-
 def _trace(fn, *shapes) -> fx.GraphModule:
     with FakeTensorMode():
         return make_fx(fn)(*(torch.empty(s) for s in shapes))

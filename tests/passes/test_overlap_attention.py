@@ -165,12 +165,6 @@ update__default""")
 # ---- on graphs made for it ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def world():
-    with fake_world(0, 4):
-        yield
-
-
 def _trace(fn, *shapes) -> fx.GraphModule:
     with FakeTensorMode(allow_non_fake_inputs=True):
         inputs = [torch.empty(s) if isinstance(s, tuple) else torch.zeros(s, dtype=torch.int64) for s in shapes]
