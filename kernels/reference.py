@@ -125,6 +125,7 @@ def update_(token, grad, rows, order, ends, priority, table):
 
 
 def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
+    table_registry.count_lookup(table)
     device = ids[0].device
     owners = exchange_plan.OwnerMap(bounds, shifts, starts)
     group = distributed.group_by_name(group_name)
@@ -165,6 +166,7 @@ def expect_ids(token, ids, planned, step, table):
 
 def require_planned(ids, planned, step, table, equal):
     """On a GPU the comparison is the device's, so nothing waits for it here."""
+    table_registry.count_lookup(table)
     message = (
         f"freescale: {table}: the ids that reached the model are not those of batch {int(step)}, which is the next "
         "that the LookaheadLoader handed out; pass each of its batches to the model once, in order"

@@ -16,15 +16,48 @@ def flat_weight(emb: Any) -> torch.Tensor:
 
 
 def flat_momentum(emb: Any) -> torch.Tensor:
-    """Of Adagrad, one number for each element of the rows; of row-wise Adagrad, one for each row."""
+    """Of Adagrad and Adam, one number for each element of the rows; of row-wise Adagrad, one for each row."""
     return emb.momentum1_dev if emb.momentum1_dev.numel() else emb.momentum1_host
+
+
+def flat_squares(emb: Any) -> torch.Tensor:
+    """Of Adam, one number for each element of the rows; of partial row-wise Adam, one for each row."""
+    return emb.momentum2_dev if emb.momentum2_dev.numel() else emb.momentum2_host
+
+
+def count_lookup(emb: Any) -> None:
+    """Optimizers that count steps count lookups, those of an evaluation too, as FBGEMM's forward does it: on the host,
+    from the count of a checkpoint on, and beside the rows, for checkpoints."""
+    emb.iter_cpu = emb.iter_cpu.cpu()
+    if emb.iter_cpu.item() == 0:
+        emb.iter_cpu.fill_(emb.iter.item())
+    emb.iter_cpu.add_(1)
+    emb.iter.add_(1)
+
+
+def set_lookup_count(emb: Any, count: int) -> None:
+    """On the host alone: for a late update, which belongs to the step before."""
+    emb.iter_cpu.fill_(count)
+
+
+def lookup_count(emb: Any) -> int:
+    return int(emb.iter_cpu.item())
+
+
+def corrects_bias_of_each_row(emb: Any) -> bool:
+    """Whether Adam counts the steps of every row."""
+    return bool(getattr(emb, "use_rowwise_bias_correction", False))
+
+
+def state_in_unified_memory(emb: Any) -> bool:
+    states = (emb.momentum1_uvm, emb.momentum2_uvm)
+    return any(t.is_floating_point() and t.numel() > 0 for t in states)  # without state: a placeholder of integers
 
 
 def plain_step(emb: Any) -> bool:
     """Whether the optimizer's step is the formula in the books, and its state in ordinary memory."""
-    args, state = emb.optimizer_args, emb.momentum1_uvm
-    in_unified_memory = state.is_floating_point() and state.numel()  # without state, it is a placeholder of integers
-    return not (args.weight_decay or args.max_norm or args.gradient_clipping or in_unified_memory)
+    args = emb.optimizer_args
+    return not (args.weight_decay or args.max_norm or args.gradient_clipping or state_in_unified_memory(emb))
 
 
 def in_unified_memory(emb: Any) -> bool:
@@ -82,9 +115,10 @@ def probe() -> None:
     missing = {
         "embedding_specs", "feature_table_map", "optimizer", "optimizer_args", "output_dtype", "is_nobag",
         "_used_rowwise_adagrad_with_counter", "_used_rowwise_adagrad_with_global_weight_decay",
+        "iter", "iter_cpu", "momentum2_dev", "momentum2_host", "momentum2_uvm",
     } - names_used_by(Emb)  # fmt: skip
     assert not missing, missing
     tensors = {f"weights_{place}" for place in ("dev", "host", "uvm")} | {"momentum1_dev", "momentum1_host"}
     assert tensors <= names_used_by(Emb), tensors - names_used_by(Emb)
-    assert {"weight_decay", "max_norm", "gradient_clipping", "eps"} <= set(OptimizerArgs._fields)
+    assert {"weight_decay", "max_norm", "gradient_clipping", "eps", "beta1", "beta2"} <= set(OptimizerArgs._fields)
     assert callable(Emb.get_learning_rate) and callable(Emb.set_learning_rate)

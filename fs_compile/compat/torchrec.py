@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,11 +21,8 @@ def is_pooled_collection(module: Any) -> bool:
 
 
 def is_sharded_module(module: torch.nn.Module) -> bool:
-    try:
-        from torchrec.distributed.types import ShardedModule
-    except ImportError:
-        return False
-    return isinstance(module, ShardedModule)
+    types = sys.modules.get("torchrec.distributed.types")  # not imported: nothing can be one
+    return types is not None and isinstance(module, types.ShardedModule)
 
 
 def qualified_name(module: Any) -> str:

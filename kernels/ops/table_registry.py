@@ -38,8 +38,8 @@ class ShardedTable(RegisteredTable, Protocol):
     def set_settings(self, settings: Any) -> None:
         """As `settings` returned them."""
 
-    # A table may also have count_step(), called before the first update of each step, where an update depends on the
-    # number of steps; and for a GPU: sum_and_update(grad, rows, order, ends), which sums the duplicates as sum_rows
+    # A table may also have count_step(), called before the first update of each step, or count_lookup(), called in each
+    # forward pass, where an update depends on the number of either; and for a GPU: sum_and_update(grad, rows, order, ends), which sums the duplicates as sum_rows
     # does and takes the step at once; and gather(rows), where its rows are not simply those of `weight`.
 
 
@@ -62,6 +62,13 @@ def register(table: RegisteredTable, preferred_name: str) -> str:
     name = preferred_name if times == 1 else f"{preferred_name}#{times}"
     _tables[name] = table
     return name
+
+
+def count_lookup(name: str) -> None:
+    """A forward pass has begun to look up rows."""
+    table = _tables.get(name)
+    if hasattr(table, "count_lookup"):
+        table.count_lookup()
 
 
 def gather_rows(name: str, rows: torch.Tensor) -> torch.Tensor:

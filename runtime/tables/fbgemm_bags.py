@@ -25,8 +25,10 @@ class FbgemmBags(FbgemmTable):
             return
         specs, table_of = fbgemm.rows_and_dims(emb), fbgemm.table_of_each_feature(emb)
         self._all_tables = len(tables) == len(specs)
+        self._counts_lookups = self._is_adam and 0 in tables  # one of those that share the module
         elements = torch.tensor([0, *(rows * width for rows, width in specs)]).cumsum(0)
         self._first_elements = elements[tables].to(device)
+        self._first_rows = torch.tensor([0, *(rows for rows, _ in specs)]).cumsum(0)[tables].to(device)
         self._table_starts = torch.tensor([0, *(specs[t][0] for t in tables)]).cumsum(0).to(device)
         # All rows of a table go in through its first feature.
         self._features = [table_of.index(t) for t in tables]
@@ -58,6 +60,9 @@ class FbgemmBags(FbgemmTable):
         """
         if self.emb is None:
             return
+        if self._is_adam:
+            self._apply_adam(rows, grads)
+            return
         ends = torch.searchsorted(rows, self._table_starts).tolist()  # waits for the device
         counts = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
         if max(counts) == 0:
@@ -72,6 +77,23 @@ class FbgemmBags(FbgemmTable):
             for first, begin, n in zip(self._first_outputs, ends[:-1], counts, strict=True):
                 grad[:n, first : first + self.dim] = grads[begin : begin + n]
             torch.autograd.backward(pooled, grad)
+
+    def _apply_adam(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
+        if self._all_tables:
+            super()._apply_adam(rows, grads)
+            return
+        table, row = self._table_and_row(rows)
+        columns = torch.arange(self.dim, device=rows.device)
+        elements = (self._first_elements[table] + row * self.dim)[:, None] + columns
+        of_squares = self._first_rows[table] + row if self._is_row_wise else elements
+        stored = [
+            (fbgemm.flat_weight(self.emb).detach(), elements), (fbgemm.flat_momentum(self.emb).detach(), elements),
+            (fbgemm.flat_squares(self.emb).detach(), of_squares),
+        ]  # fmt: skip
+        weight, means, squares = (flat[places] for flat, places in stored)
+        self._adam_step(weight, means, squares, torch.arange(rows.shape[0], device=rows.device), grads)
+        for (flat, places), new in zip(stored, (weight, means, squares), strict=True):
+            flat[places] = new
 
     def sum_and_update(
         self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor

@@ -1,7 +1,8 @@
 """FBGEMM's table-batched embeddings as the owner of rows: storage, optimizer, and which of them are supported.
 
 On a GPU the optimizer's step is one kernel of ours on FBGEMM's storage, with FBGEMM's formulas. Weight decay and
-max_norm, and everything on the CPU, are FBGEMM's own.
+max_norm, and everything on the CPU, are FBGEMM's own. Adam is ours everywhere: FBGEMM would count a late update as a
+step, and has no Adam on the CPU.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 from freescale.compat import dynamo, fbgemm
 from freescale.kernels import row_kernels
 
-# Their updates depend on a row, its gradient and settings alone. The others count steps, or look at more than the row.
+# Their updates depend on a row, its gradient, settings and the number of the step alone. The others look at more.
 # The names that our kernels have for them.
 OPTIMIZERS = {"exact_sgd": "sgd", "exact_adagrad": "adagrad", "exact_row_wise_adagrad": "rowwise_adagrad"}
+ADAM = ("adam", "partial_row_wise_adam")
 
 
 class FbgemmTable:
@@ -38,6 +40,12 @@ class FbgemmTable:
         first_features = [table_of.index(t) for t in range(len(table_rows))]
         tables_before = [sum(first < f for first in first_features) for f in range(len(table_of) + 1)]
         self._tables_before = torch.tensor(tables_before, device=device)  # each feature, and the end
+        self._is_adam = emb.optimizer.value in ADAM
+        self._counts_lookups = self._is_adam
+
+    def count_lookup(self) -> None:
+        if self.emb is not None and self._counts_lookups:
+            fbgemm.count_lookup(self.emb)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -49,6 +57,9 @@ class FbgemmTable:
         Nothing here waits for the device: rows ascend, so where each table's begin is a search in them.
         """
         if self.emb is None:
+            return
+        if self._is_adam:
+            self._apply_adam(rows, grads)
             return
         with dynamo.autograd_inside_op():
             table = torch.searchsorted(self._table_starts, rows, right=True) - 1
@@ -63,7 +74,7 @@ class FbgemmTable:
         """As apply_update with the sums of sum_rows. A row comes at most once from each rank."""
         if self.emb is None:
             return
-        if not fbgemm.plain_step(self.emb):
+        if self._is_adam or not fbgemm.plain_step(self.emb):
             self.apply_update(rows, torch.ops.freescale.sum_rows.default(grad, order, ends))
             return
         args, lr = fbgemm.optimizer_settings(self.emb)
@@ -73,18 +84,39 @@ class FbgemmTable:
             fused=True
         )  # fmt: skip
 
+    def _apply_adam(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
+        means = fbgemm.flat_momentum(self.emb).detach().view(-1, self.dim)
+        squares = fbgemm.flat_squares(self.emb).detach()
+        self._adam_step(self.weight, means, squares if self._is_row_wise else squares.view(-1, self.dim), rows, grads)
+
+    @property
+    def _is_row_wise(self) -> bool:
+        return self.emb.optimizer.value == "partial_row_wise_adam"
+
+    def _adam_step(
+        self, weight: torch.Tensor, means: torch.Tensor, squares: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor
+    ) -> None:
+        args, lr = fbgemm.optimizer_settings(self.emb)
+        betas, step = (args.beta1, args.beta2), fbgemm.lookup_count(self.emb)
+        row_kernels.adam_rows(weight, means, squares, rows, grads, lr, args.eps, betas, args.weight_decay, step)
+
     def _momentum(self, optimizer: str) -> torch.Tensor | None:
         if optimizer == "sgd":
             return None
         flat = fbgemm.flat_momentum(self.emb).detach()
         return flat if optimizer == "rowwise_adagrad" else flat.view(-1, self.dim)
 
-    def settings(self) -> tuple[Any, float] | None:
-        return None if self.emb is None else fbgemm.optimizer_settings(self.emb)
+    def settings(self) -> tuple[Any, float, int] | None:
+        if self.emb is None:
+            return None
+        return *fbgemm.optimizer_settings(self.emb), fbgemm.lookup_count(self.emb) if self._is_adam else 0
 
-    def set_settings(self, settings: tuple[Any, float] | None) -> None:
+    def set_settings(self, settings: tuple[Any, float, int] | None) -> None:
         if settings is not None:
-            fbgemm.set_optimizer_settings(self.emb, settings)
+            *optimizer_settings, count = settings
+            fbgemm.set_optimizer_settings(self.emb, optimizer_settings)
+            if self._is_adam:
+                fbgemm.set_lookup_count(self.emb, count)
 
     def describe(self, feature: int) -> str:
         return self.descriptions[feature]
@@ -96,8 +128,10 @@ def unsupported_reason(emb: Any) -> str | None:
         return "their rows are in unified memory"
     if fbgemm.on_host_and_device(emb):
         return "their rows are spread over host and device"
-    if emb.optimizer.value not in OPTIMIZERS:
-        return f"their optimizer is {emb.optimizer.value}; freescale serves {', '.join(OPTIMIZERS)}"
+    if emb.optimizer.value not in (*OPTIMIZERS, *ADAM):
+        return f"their optimizer is {emb.optimizer.value}; freescale serves {', '.join((*OPTIMIZERS, *ADAM))}"
+    if emb.optimizer.value in ADAM and (reason := _unsupported_adam(emb)) is not None:
+        return reason
     if fbgemm.decay_depends_on_history(emb):
         return "their weight decay depends on when a row was seen last"
     if emb.optimizer_args.gradient_clipping:
@@ -111,4 +145,14 @@ def unsupported_reason(emb: Any) -> str | None:
     one_width = len({dim for _, dim in specs}) == 1 or fbgemm.pools(emb)
     if not one_width or weight.numel() != sum(rows * dim for rows, dim in specs):
         return "FBGEMM does not store their rows one after the other"
+    return None
+
+
+def _unsupported_adam(emb: Any) -> str | None:
+    if fbgemm.corrects_bias_of_each_row(emb):
+        return "their Adam counts the steps of each row (use_rowwise_bias_correction)"
+    if emb.optimizer_args.max_norm:
+        return "their Adam limits the norm of rows (max_norm)"
+    if fbgemm.state_in_unified_memory(emb):
+        return "their optimizer's state is in unified memory"
     return None

@@ -91,14 +91,15 @@ def _keyed(rows: dict[str, int], samples: int, g: torch.Generator, weights: bool
     )  # fmt: skip
 
 
-def train(model: Any, run: Any, batches: Any) -> list[float]:
-    """Plain steps of `run`, which is the model itself (eager) or compiled from it; another rate in each.
+def train(model: Any, run: Any, batches: Any, first: int = 0) -> list[float]:
+    """Plain steps of `run`, which is the model itself (eager) or compiled from it; another rate in each. `first`: the
+    number of the first.
 
     Dense gradients are added up over the ranks, so that it does not matter which rank has which samples."""
     dense = [p for _, p in model.named_parameters() if not hasattr(p, "_in_backward_optimizers")]
     optimizer = torch.optim.SGD(dense, lr=0.05)
     losses = []
-    for step, batch in enumerate(batches):
+    for step, batch in enumerate(batches, first):
         for group in model.fused_optimizer.param_groups:
             group["lr"] = 0.1 / (1 + step % 7)
         model.fused_optimizer.zero_grad()  # hands it to FBGEMM

@@ -87,6 +87,8 @@ def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = F
         "adagrad": EmbOptimType.EXACT_ADAGRAD,
         "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         "ema": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+        "adam": EmbOptimType.ADAM,  # on the CPU: adam_on_cpu.py
+        "partial_rowwise_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
     }
     fused_params = {"optimizer": types[optimizer], "learning_rate": 0.1, "eps": 1e-8, **fused}
     class AnySharding(EmbeddingBagCollectionSharder):
