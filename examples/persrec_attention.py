@@ -172,6 +172,34 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), bias.new_empty(bias.shape)
 
 
+def _register_fused_kernels() -> None:
+    """On a GPU, for what `hstu_triton` supports; Triton is imported when they are first called."""
+
+    @_attention.register_kernel("cuda")
+    def _(q, k, v, rows, number, bias, alpha, segments, tokens, tiles=None):
+        import hstu_triton
+        import persrec_triton
+
+        if not hstu_triton.supports(q, k, v):
+            return attention_loop(q, k, v, rows, bias, alpha, segments, tokens)
+        tiles = hstu_triton.list_tiles(rows, q.shape[0]) if tiles is None else tiles
+        return persrec_triton.attention(q, k, v, rows, number, bias, alpha, segments, tokens, tiles)
+
+    @_attention_backward.register_kernel("cuda")
+    def _(grad, q, k, v, rows, number, bias, alpha, segments, tokens, tiles=None):
+        import hstu_triton
+        import persrec_triton
+
+        if not hstu_triton.supports(q, k, v):
+            return attention_backward_loop(grad, q, k, v, rows, bias, alpha, segments, tokens)
+        tiles = hstu_triton.list_tiles(rows, q.shape[0]) if tiles is None else tiles
+        return persrec_triton.attention_backward(grad, q, k, v, rows, number, bias, alpha, segments, tokens, tiles)
+
+
+if hstu.HAS_TRITON:
+    _register_fused_kernels()
+
+
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.alpha, ctx.segments, ctx.tokens, tiles = inputs
     ctx.save_for_backward(*tensors, tiles)
