@@ -58,29 +58,29 @@ class Given:
 
 
 def one_segment(device: str) -> None:
-    Given([150, 0, 1, 20, 33], 1, 4, 20, device, heads=2).check()
+    Given([0, 1, 60], 1, 4, 20, device, heads=2).check()
 
 
 def several_segments(device: str) -> None:
-    Given([90, 7, 12, 2], 3, 2, 10, device).check()
+    Given([150, 12], 3, 2, 10, device).check()
 
 
 def many_tokens(device: str) -> None:
     """More than a block of keys, of one segment and of all."""
-    Given([60, 30], 2, 18, 9, device).check()
+    Given([30], 2, 18, 9, device).check()
 
 
 def few_and_many_distances(device: str) -> None:
-    for distances in (1, 2, 200):
-        Given([80], 2, 3, 30, device, distances=distances).check()
+    for distances in (1, 200):
+        Given([40], 2, 3, 15, device, distances=distances).check()
 
 
 def bfloat16(device: str) -> None:
-    Given([100, 40], 2, 4, 20, device, torch.bfloat16, dim=24).check()
+    Given([50], 2, 4, 20, device, torch.bfloat16, dim=24).check()
 
 
 def nothing_to_compress(device: str) -> None:
-    Given([5, 0, 9], 2, 3, 10, device).check()
+    Given([5, 0], 2, 3, 10, device).check()
     for lengths in ([], [0, 0]):
         given = Given(lengths, 2, 3, 10, device)
         out, dq, dk, dv, dbias = given.fused()
