@@ -1,4 +1,4 @@
-"""The quality part of persrec.py: next items of MovieLens-100K, recall@10 of each user's last item.
+"""The quality part of persrec_against_hstu.py: next items of MovieLens-100K, recall@10 of each user's last item.
 
 All variants have the same targets, every item but the first of a history; they differ in what an item sees:
 

@@ -1,6 +1,6 @@
 """PerSRec against HSTU: what its attention computes, what a step and a request cost, and what the tokens are worth.
 
-    python benchmarks/persrec.py [--quick] [--json FILE]
+    python benchmarks/persrec_against_hstu.py [--quick] [--json FILE]
 
     attention   pairs of a query and a key in training, exactly, at 1280 items: all of them, the 256 recent ones alone,
                 and 1024 in segments with 4 tokens each before 256 recent ones; and those of one request
@@ -32,8 +32,6 @@ import numpy as np  # noqa: E402
 
 from balance_train import in_ranks, loop  # noqa: E402
 from command_line import parser  # noqa: E402
-
-sys.path.insert(0, str(HERE.parent / "examples"))  # `persrec` is the example, not this file
 
 LONG, RECENT, TOKENS = 1024, 256, 4
 ITEMS, DIM, HEADS, BLOCKS, BATCH, RANKS = 20_000, 32, 2, 2, 8, 2
