@@ -21,7 +21,7 @@ form.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -328,10 +328,14 @@ class HSTUBlock(nn.Module):
 
     def forward(self, x: Tensor, offsets: Tensor, tiles: Tensor | None = None) -> Tensor:
         """``[N, dim]`` to ``[N, dim]``, the rows of each sequence attending to its earlier ones."""
+        return self.around(x, lambda q, k, v, bias, alpha: hstu_attention(q, k, v, offsets, bias, alpha, tiles))
+
+    def around(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The block with ``attend(q, k, v, bias, alpha)`` in it."""
         rows, head_dim = x.shape[0], self.dim // self.heads
         u, v, q, k = F.silu(self.project_in(self.norm(x))).split(self.dim, dim=1)
         v, q, k = (part.reshape(rows, self.heads, head_dim) for part in (v, q, k))
-        attended = hstu_attention(q, k, v, offsets, self.relative_bias, head_dim**-0.5, tiles)
+        attended = attend(q, k, v, self.relative_bias, head_dim**-0.5)
         gated = self.norm_out(attended.reshape(rows, self.dim)) * u
         return x + self.project_out(gated)
 
@@ -372,18 +376,22 @@ class HSTU(nn.Module):
         self.action = action
         self.normalizer = normalizer
 
-    def logits(self, features: Any) -> Tensor:
-        """The score of each sample's candidate, ``[B]``."""
+    def rows(self, features: Any) -> tuple[Tensor, Any, Any]:
+        """The histories' rows, ``[N, dim]``, with those of the actions; the jagged histories; the jagged candidates."""
         embedded = self.embeddings(features)
-        history, candidate = embedded[self.history], embedded[self.candidate]
-        x, offsets = history.values(), history.offsets().to(torch.int64)
+        x = embedded[self.history].values()
         if self.action in features.keys():  # noqa: SIM118 (a KeyedJaggedTensor is no mapping)
             x = x + embedded[self.action].values()
+        return x, embedded[self.history], embedded[self.candidate]
+
+    def logits(self, features: Any) -> Tensor:
+        """The score of each sample's candidate, ``[B]``."""
+        x, history, candidate = self.rows(features)
+        offsets = history.offsets().to(torch.int64)
         tiles = attention_tiles(offsets, x.shape[0])
         for block in self.blocks:
             x = block(x, offsets, tiles)
-        lengths = history.lengths().clamp(min=1).unsqueeze(1)
-        pooled = segment_sum(x, offsets) / lengths
+        pooled = segment_sum(x, offsets) / history.lengths().clamp(min=1).unsqueeze(1)
         return (self.head(pooled) * candidate.values()).sum(dim=1)
 
     def forward(self, batch: Any) -> Tensor:

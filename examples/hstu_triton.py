@@ -156,9 +156,11 @@ def _programs_at_once(device: torch.device) -> int:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, bias: Tensor, alpha: float, blocks: Blocks | None = None
-) -> Tensor:
-    out = v.new_empty(v.shape)
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, bias: Tensor, alpha: float, blocks: Blocks | None = None,
+    padded: bool = False,
+) -> Tensor:  # fmt: skip
+    """padded: there are rows that no tile has; they are 0."""
+    out = v.new_zeros(v.shape) if padded else v.new_empty(v.shape)
     if out.numel():
         blocks = blocks or _blocks(q, v)
         _Call((q, k, v), tiles, bias, alpha).forward(out, blocks.forward)
@@ -174,11 +176,13 @@ def attention_backward(
     bias: Tensor,
     alpha: float,
     blocks: Blocks | None = None,
+    padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and bias."""
+    """Gradients of q, k, v and bias; padded: as in `attention`."""
     if not q.numel():
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), bias.new_zeros(bias.shape)
-    dq, dk, dv, d_bias = (x.new_empty(x.shape) for x in (q, k, v, bias))
+    dq, dk, dv = (x.new_zeros(x.shape) if padded else x.new_empty(x.shape) for x in (q, k, v))
+    d_bias = bias.new_empty(bias.shape)
     blocks = blocks or _blocks(q, v)
     call = _Call((q, k, v, grad), tiles, bias, alpha)
     call.backward_keys(dk, dv, blocks.keys)

@@ -8,6 +8,8 @@ see the same batches and start from the same weights. The last line of the outpu
 on what, and the largest difference of any loss, dense parameter or table row between the two runs.
 With --balance the second run moves samples between the ranks, so that all have the same work: the global batch and its
 averaged gradients are the same, but sums are taken in another order.
+With --segments the model is PerSRec (persrec.py): all but the last --recent items of a history stand in so many
+segments, each with --tokens tokens behind it. The balancer's cost then knows the segments, too.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from tqdm import tqdm
 
 import freescale
 from hstu import HSTU
+from persrec import PerSRec, check_settings, cost_features
 from synthetic import SyntheticHistories
 
 
@@ -44,7 +47,7 @@ def main() -> None:
     plain, model = build(args, device), build(args, device)
     model.compile(backend="freescale")  # first, so that a flag that it does not know is an error now
     expected = train(plain, histories(args), device, reference)
-    loader = freescale.LookaheadLoader(histories(args), model, balance=args.balance)
+    loader = freescale.LookaheadLoader(histories(args), model, balance=balance(args))
     bubbles = Bubbles()
     stop = freescale.log_to(bubbles)
     losses = train(model, loader, device, "freescale", bubbles)
@@ -71,12 +74,20 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--cap", type=int, default=420, help="longest history (21,000 in production)")
     p.add_argument("--zipf", type=float, default=1.05, help="exponent of the ids' popularity")
     p.add_argument("--balance", action="store_true", help="move samples between ranks so that all have the same work")
+    p.add_argument("--segments", type=int, default=0, help="of PerSRec, before the recent items; 0: HSTU")
+    p.add_argument("--tokens", type=int, default=4, help="of PerSRec, behind each segment")
+    p.add_argument("--recent", type=int, default=16, help="items of PerSRec's recent part")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--tables", choices=("torchrec", "native"), help="default: torchrec where it can be imported")
     args = p.parse_args()
     for name in ("steps", "batch_size", "items", "dim", "blocks", "heads", "cap"):
         if getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.segments:
+        try:
+            check_settings(args.segments, args.tokens, args.recent, longest=args.cap)
+        except ValueError as e:
+            p.error(str(e))
     if "RANK" not in os.environ:
         p.error("start this under torchrun, as in: torchrun --standalone --nproc-per-node 2 examples/train_hstu.py")
     if args.device == "cuda" and local_rank() >= torch.cuda.device_count():
@@ -104,13 +115,29 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def recommender(args: argparse.Namespace, tables: torch.nn.Module) -> HSTU:
+    settings = {"max_distance": 128, "normalizer": args.batch_size}
+    if not args.segments:
+        return HSTU(tables, args.dim, args.heads, args.blocks, **settings)
+    segments = {"segments": args.segments, "tokens": args.tokens, "recent": args.recent}
+    return PerSRec(tables, args.dim, args.heads, args.blocks, **segments, **settings)
+
+
+def balance(args: argparse.Namespace) -> Any:
+    """For the loader. With segments, the cost of a sample is fitted to its rows and to what its attention computes."""
+    if not args.balance or not args.segments:
+        return args.balance
+    features = cost_features(args.segments, args.tokens, args.recent)
+    return freescale.BalanceOptions(cost=freescale.FittedCost((1.0, 1 / 1024), features=features))
+
+
 def build_native(args: argparse.Namespace, device: torch.device) -> Any:
     """The model on freescale's own tables: items row-wise, actions on rank 0, row-wise Adagrad, dense part in DDP."""
     from native_tables import NativeTables
 
     torch.manual_seed(0)
     tables = NativeTables(args.items, 16, args.dim, device)
-    model = HSTU(tables, args.dim, args.heads, args.blocks, max_distance=128, normalizer=args.batch_size).to(device)
+    model = recommender(args, tables).to(device)
     # Tables are buffers, of which each rank has its own rows.
     return torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
 
@@ -131,14 +158,7 @@ def build_torchrec(args: argparse.Namespace, device: torch.device) -> Any:
         ),
         EmbeddingConfig(name="action", num_embeddings=16, embedding_dim=args.dim, feature_names=["action"]),
     ]
-    model = HSTU(
-        EmbeddingCollection(tables=tables, device=torch.device("cpu")),
-        args.dim,
-        args.heads,
-        args.blocks,
-        max_distance=128,
-        normalizer=args.batch_size,
-    ).to(device)
+    model = recommender(args, EmbeddingCollection(tables=tables, device=torch.device("cpu"))).to(device)
     sharder = EmbeddingCollectionSharder(
         fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05, "eps": 1e-8}
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +39,34 @@ class LengthCost:
     def __call__(self, *lengths: np.ndarray) -> np.ndarray:
         length = total_length(*lengths)
         return self.a * length + self.b * length * length
+
+
+@dataclass(frozen=True)
+class FeatureCost:
+    """The weighted sum of features of a sample, as `FittedCost` fits it."""
+
+    weights: tuple[float, ...]
+    features: Callable[..., Any]
+
+    def __call__(self, *lengths: np.ndarray) -> np.ndarray:
+        return np.asarray(self.weights) @ self.checked_features(*lengths)
+
+    def checked_features(self, *lengths: np.ndarray) -> np.ndarray:
+        """[features, samples]; an error says what else was found."""
+        found, samples = np.asarray(self.features(*lengths), np.float64), len(lengths[0])
+        if found.shape != (len(self.weights), samples):
+            raise BalanceError(
+                f"freescale: the features of {samples} samples must have the shape ({len(self.weights)}, {samples}), "
+                f"one row for each number of the prior; found {found.shape}"
+            )
+        wrong = np.argwhere(~((found >= 0) & (found < np.inf)))
+        if len(wrong):
+            row, sample = wrong[0]
+            raise BalanceError(
+                f"freescale: features of a sample must be finite and not negative; "
+                f"feature {row} of sample {sample} is {found[row, sample]}"
+            )
+        return found
 
 
 def total_length(*lengths: np.ndarray) -> np.ndarray:
@@ -97,6 +125,7 @@ def _checked_lengths(name: str, values: Any) -> np.ndarray:
 
 _HUBER_THRESHOLD = 1.345  # residuals beyond so many standard deviations count less
 _MAX_ITERATIONS = 20
+_MAX_FEATURES = 8  # all choices of them are tried
 _PRIOR_NOISE, _PRIOR_NOISE_ROWS = 0.05, 8  # of a measured time, as a share of it; and how many rows that counts for
 
 
@@ -106,20 +135,47 @@ class FittedCost:
     The time of a rank is modelled as c + a * sum(L) + b * sum(L**2), nothing negative, over the last `window` steps, by
     least squares with Huber's weights: a step with a hiccup counts little. The prior knows how a and b compare, not how
     fast the machine is; it counts as much as one rank's one step whose shares of the time are known to `prior_spread`.
+
+    features: of a sample, in place of L and L**2: features(*lengths) -> [features, samples], nothing negative. The cost
+    is then their weighted sum, and `prior` has a weight for each.
     """
 
-    def __init__(self, prior: LengthCost | None = None, *, window: int = 64, prior_spread: float = 0.5) -> None:
+    def __init__(
+        self,
+        prior: LengthCost | Sequence[float] | None = None,
+        *,
+        features: Callable[..., Any] | None = None,
+        window: int = 64,
+        prior_spread: float = 0.5,
+    ) -> None:
         if window < 1 or not prior_spread > 0:
             raise BalanceError(
                 f"freescale: a fit wants a window of at least 1 step and a prior_spread above 0; "
                 f"found {window} and {prior_spread}"
             )
-        self.prior, self.prior_spread = prior or LengthCost(), prior_spread
+        self.of_sample, self.prior_spread = features, prior_spread
+        self.prior: LengthCost | FeatureCost = self._make_prior(prior)
         self.rows: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=window)
         self.current, self.constant, self.noise, self.steps = self.prior, 0.0, float("nan"), 0
 
+    def _make_prior(self, prior: LengthCost | Sequence[float] | None) -> LengthCost | FeatureCost:
+        if self.of_sample is None and not isinstance(prior, Sequence):
+            return prior or LengthCost()
+        weights = tuple(float(w) for w in prior) if isinstance(prior, Sequence) else ()
+        sound = 1 <= len(weights) <= _MAX_FEATURES and all(0 <= w < np.inf for w in weights)
+        if self.of_sample is None or not sound:
+            raise BalanceError(
+                f"freescale: a fit to features wants the function `features` and as `prior` one weight for each, 1 to "
+                f"{_MAX_FEATURES} finite numbers that are not negative; found {prior!r}"
+            )
+        return FeatureCost(weights, self.of_sample)
+
     def __call__(self, *lengths: np.ndarray) -> np.ndarray:
         return self.current(*lengths)
+
+    def sample_features(self, *lengths: np.ndarray) -> np.ndarray | None:
+        """[features, samples] of what the function `features` says; None where the features are L and L**2."""
+        return self.prior.checked_features(*lengths) if isinstance(self.prior, FeatureCost) else None
 
     @staticmethod
     def features(*lengths: np.ndarray) -> np.ndarray:
@@ -130,9 +186,10 @@ class FittedCost:
     def observe(self, features: Any, seconds: Any) -> None:
         """One step: features[rank] and compute time of every rank. A rank that computed nothing (0 s) is left out."""
         x, y = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
-        if x.ndim != 2 or x.shape[1] != 2 or y.shape != (len(x),):
+        number = len(_weights(self.prior))
+        if x.ndim != 2 or x.shape[1] != number or y.shape != (len(x),):
             raise BalanceError(
-                f"freescale: a fit wants features of shape (ranks, 2) and one time per rank, "
+                f"freescale: a fit wants features of shape (ranks, {number}) and one time per rank, "
                 f"found {x.shape} and {y.shape}"
             )
         for name, values in (("features", x), ("seconds", y)):
@@ -142,7 +199,7 @@ class FittedCost:
                 raise BalanceError(
                     f"freescale: {name} of a step must be finite and not negative; rank {first[0]} has {values[first]}"
                 )
-        used = (y > 0) & (x[:, 0] > 0)
+        used = (y > 0) & (x.max(1) > 0)
         if not used.any():
             return
         self.rows.append((x[used], y[used]))
@@ -151,6 +208,9 @@ class FittedCost:
 
     def stats(self) -> dict[str, float]:
         """The fit as it stands, for logs and statistics. `equal_at`: length at which both terms cost the same."""
+        if isinstance(self.current, FeatureCost):
+            weights = {f"weight_{i}": w for i, w in enumerate(self.current.weights)}
+            return {**weights, "constant": self.constant, "noise": self.noise, "steps": self.steps}
         a, b = self.current.a, self.current.b
         return {
             "a": a,
@@ -163,10 +223,14 @@ class FittedCost:
 
     def state_dict(self) -> dict[str, Any]:
         rows = [(x.tolist(), y.tolist()) for x, y in self.rows]
-        return {"rows": rows, "steps": self.steps, "prior": (self.prior.a, self.prior.b)}
+        return {"rows": rows, "steps": self.steps, "prior": _weights(self.prior)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.prior, self.steps = LengthCost(*state["prior"]), int(state["steps"])
+        if len(prior := tuple(state["prior"])) != len(_weights(self.prior)):
+            raise BalanceError(
+                f"freescale: the fit of {len(prior)} features cannot go on with {len(_weights(self.prior))}"
+            )
+        self.prior, self.steps = _with_weights(self.prior, prior), int(state["steps"])
         self.rows.clear()
         self.rows.extend((np.array(x), np.array(y)) for x, y in state["rows"])
         self.current, self.constant, self.noise = self.prior, 0.0, float("nan")
@@ -176,19 +240,30 @@ class FittedCost:
     def _fit(self) -> None:
         x, y = (np.concatenate(part) for part in zip(*self.rows, strict=True))
         scale_x, scale_y = x.mean(0), float(y.mean())
+        scale_x = np.where(scale_x > 0, scale_x, 1.0)
         terms = np.column_stack((np.ones(len(y)), x / scale_x))
-        expected = np.array([0.0, self.prior.a * scale_x[0], self.prior.b * scale_x[1]])
+        expected = np.array([0.0, *(w * scale for w, scale in zip(_weights(self.prior), scale_x, strict=True))])
         total = expected.sum()
-        expected = expected / total if total else np.array([1.0, 0.0, 0.0])
+        expected = expected / total if total else np.eye(len(expected))[0]
         shares, self.noise = robust_fit(terms, y / scale_y, expected, self.prior_spread)
         self.constant = float(shares[0] * scale_y)
-        a, b = (shares[1:] * scale_y / scale_x).tolist()
-        if a + b > 0:  # else the time does not depend on lengths at all, and any order of samples is as good
-            self.current = LengthCost(a, b)
+        weights = (shares[1:] * scale_y / scale_x).tolist()
+        if sum(weights) > 0:  # else the time does not depend on lengths at all, and any order of samples is as good
+            self.current = _with_weights(self.prior, weights)
+        names = ("L", "L**2") if isinstance(self.prior, LengthCost) else [f"feature {i}" for i in range(len(weights))]
         log.debug(
-            "cost of a sample after %d steps: %.3g * L + %.3g * L**2 seconds, %.3g per step, noise %.2g%%",
-            self.steps, a, b, self.constant, 100 * self.noise,
+            "cost of a sample after %d steps: %s seconds, %.3g per step, noise %.2g%%",
+            self.steps, " + ".join(f"{w:.3g} * {name}" for w, name in zip(weights, names, strict=True)),
+            self.constant, 100 * self.noise,
         )  # fmt: skip
+
+
+def _weights(cost: LengthCost | FeatureCost) -> tuple[float, ...]:
+    return cost.weights if isinstance(cost, FeatureCost) else (cost.a, cost.b)
+
+
+def _with_weights(like: LengthCost | FeatureCost, weights: Sequence[float]) -> LengthCost | FeatureCost:
+    return replace(like, weights=tuple(weights)) if isinstance(like, FeatureCost) else LengthCost(*weights)
 
 
 def robust_fit(terms: np.ndarray, y: np.ndarray, prior: np.ndarray, spread: float) -> tuple[np.ndarray, float]:

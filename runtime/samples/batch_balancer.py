@@ -77,7 +77,8 @@ class SampleInfo(NamedTuple):
 
 
 class _LocalBatch(NamedTuple):
-    """The batch that this rank brings to be balanced. `measures`: cost, bytes, length and memory of each sample."""
+    """The batch that this rank brings to be balanced. `measures`: cost, bytes, length and memory of each sample, and
+    what its cost is fitted to."""
 
     number: int
     batch: Any
@@ -129,6 +130,7 @@ class BatchBalancer:
         ]
         if self.options.memory is not None:
             measures.append(self._per_sample(self.options.memory, "memory", lengths, split.samples))
+        measures += self._features(lengths)
         text = f"{self.options.shared_settings()}; {split.schema()}"
         self._local = _LocalBatch(number, batch, split, np.stack(measures).astype(np.float64), text)
         return [split.samples, sample_columns.digest(text)]
@@ -155,7 +157,9 @@ class BatchBalancer:
             batch = local.split.rebuild(columns)
         info = SampleInfo(torch.from_numpy(origin), weights)
         self._balanced[local.number] = info, batch_structure.BatchEvent(batch)
-        self._record(local.number, result, home, measures[2], began)
+        given = measures[3 if self.options.memory is None else 4 :]
+        features = given if len(given) else np.stack([measures[2], measures[2] * measures[2]])
+        self._record(local.number, result, home, features, began)
         return batch
 
     def _lengths(self, batch: Any, split: SplitBatch) -> dict[str, Any]:
@@ -176,6 +180,12 @@ class BatchBalancer:
                     f"found {len(values)}"
                 )
         return fields
+
+    def _features(self, lengths: dict[str, Any]) -> list[np.ndarray]:
+        """What the cost is fitted to, where that is not the length."""
+        arrays = [np.asarray(x) for x in lengths.values()]
+        found = self.cost.sample_features(*arrays) if isinstance(self.cost, FittedCost) else None
+        return [] if found is None else list(found)
 
     @staticmethod
     def _per_sample(cost: Callable[..., Any], what: str, lengths: dict[str, Any], samples: int) -> np.ndarray:
@@ -239,7 +249,7 @@ class BatchBalancer:
             self.cost.observe(features, np.maximum(compute, 0.0))
 
     def _record(
-        self, number: int, result: solver.BalanceResult, home: np.ndarray, lengths: np.ndarray, began: float
+        self, number: int, result: solver.BalanceResult, home: np.ndarray, features: np.ndarray, began: float
     ) -> None:
         fit = self.cost if isinstance(self.cost, FittedCost) else None
         constant, mean = 0.0 if fit is None else fit.constant, float(result.loads.mean())
@@ -258,8 +268,8 @@ class BatchBalancer:
         }
         self.stats.append(entry)
         ranks = len(result.counts)
-        features = [np.bincount(result.rank, weights=w, minlength=ranks) for w in (lengths, lengths * lengths)]
-        self._unmeasured[number] = entry, np.stack(features, 1)
+        sums = [np.bincount(result.rank, weights=w, minlength=ranks) for w in features]
+        self._unmeasured[number] = entry, np.stack(sums, 1)
         if len(result.oversized) and not self._logged_oversized:
             self._logged_oversized = True
             log.info(

@@ -192,3 +192,81 @@ def test_wrong_measurements_are_named_and_change_nothing(features, seconds, word
     assert fit.stats()["steps"] == 0 and fit.current == LengthCost()
     with pytest.raises(BalanceError, match="window"):
         FittedCost(window=0)
+
+
+def halves(length):
+    """Features of a model that cuts a sample in two: its length and the squares of its halves."""
+    length = np.asarray(length, np.float64)
+    return np.stack([length, 2 * (length / 2) ** 2 + 0.0])
+
+
+def test_a_fit_to_features_of_a_sample():
+    """Times made of them: the fit finds their weights, costs samples by them and goes on from a checkpoint."""
+    random, fit = np.random.default_rng(0), FittedCost((1.0, 1 / 1000), features=halves)
+    assert fit(SEQUENCE).tolist() == (np.array([1.0, 1 / 1000]) @ halves(SEQUENCE)).tolist()
+    for _ in range(30):
+        lengths = random.lognormal(np.log(1000), 1, (8, 32))
+        features = np.array([fit.sample_features(x).sum(1) for x in lengths])
+        fit.observe(features, 2e-3 + features @ [1e-7, 3e-10])
+    assert fit.current.weights == pytest.approx((1e-7, 3e-10), rel=1e-2) and fit.constant == pytest.approx(2e-3, rel=0.05)
+    assert fit.stats().keys() == {"weight_0", "weight_1", "constant", "noise", "steps"}
+    np.testing.assert_allclose(fit(lengths[0]), np.array(fit.current.weights) @ halves(lengths[0]))
+    twin = FittedCost((5.0, 6.0), features=halves)
+    twin.load_state_dict(json.loads(json.dumps(fit.state_dict())))
+    assert twin.stats() == fit.stats()
+    with pytest.raises(BalanceError, match="the fit of 2 features cannot go on with 3"):
+        FittedCost((1, 2, 3), features=halves).load_state_dict(fit.state_dict())
+
+
+def test_features_that_are_l_and_its_square_are_the_default():
+    """Bit for bit."""
+    random, plain = np.random.default_rng(2), FittedCost()
+    fit = FittedCost((1.0, 1 / 2048), features=lambda x: np.stack([x, x * x]))
+    for _ in range(5):
+        row = measured(random, 4, 8, 1e-7, 1e-11, 1e-3, 0.05)
+        plain.observe(*row), fit.observe(*row)
+    assert fit.current.weights == (plain.current.a, plain.current.b) and fit.constant == plain.constant
+    assert plain.sample_features(SEQUENCE) is None
+
+
+def test_a_cost_that_knows_the_mask_balances_better():
+    random, fit, plain = np.random.default_rng(4), FittedCost((1.0, 1e-3), features=halves_of_the_old), FittedCost()
+    for _ in range(30):
+        lengths = np.minimum(random.lognormal(np.log(1000), 1, (8, 64)), 6000)
+        seconds = np.array([halves_of_the_old(x)[1].sum() for x in lengths]) * 1e-9 + 1e-4
+        fit.observe(np.array([halves_of_the_old(x).sum(1) for x in lengths]), seconds)
+        plain.observe(np.array([FittedCost.features(x) for x in lengths]), seconds)
+    lengths = np.minimum(random.lognormal(np.log(1000), 1, 512), 6000)
+    idle = []
+    for cost in (fit, plain):
+        found = balance(cost(lengths), 8)
+        loads = np.bincount(found.rank, weights=halves_of_the_old(lengths)[1], minlength=8)
+        idle.append(1 - loads.mean() / loads.max())
+    assert idle[0] < 0.01 < idle[1]
+
+
+def halves_of_the_old(length):
+    """Only what is more than 1500 costs anything, by its square."""
+    return np.stack([length, np.maximum(length - 1500, 0) ** 2])
+
+
+@pytest.mark.parametrize(
+    "prior, features, sentence",
+    (
+        (None, halves, "as `prior` one weight for each, 1 to 8 finite numbers .* found None"),
+        (LengthCost(), halves, "found LengthCost"),
+        ((1.0, 2.0), None, "wants the function `features`"),
+        ((1.0, -2.0), halves, "not negative; found"),
+        ((1.0,) * 9, halves, "1 to 8 finite numbers"),
+    ),
+)
+def test_a_wrong_prior_of_features(prior, features, sentence):
+    with pytest.raises(BalanceError, match=sentence):
+        FittedCost(prior, features=features)
+
+
+def test_wrong_features():
+    with pytest.raises(BalanceError, match=r"features of 3 samples must have the shape \(3, 3\).* found \(2, 3\)"):
+        FittedCost((1, 1, 1), features=halves)(SEQUENCE)
+    with pytest.raises(BalanceError, match="feature 0 of sample 1 is -1"):
+        FittedCost((1.0,), features=lambda x: np.array([[1.0, -1.0, 0.0]]))(SEQUENCE)
