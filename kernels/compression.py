@@ -92,7 +92,7 @@ def pack(
     packing = parse(text)
     unpack: Callable[[torch.Tensor, torch.Tensor], None]
     if packing.kind == "largest":
-        packed, unpack = compress(x, send_counts, packing), partial(expand, counts=recv_counts, packing=packing)
+        packed, unpack = take_largest(x, send_counts, packing), partial(put_back, counts=recv_counts, packing=packing)
     elif packing.kind == "fp8":
         packed, unpack = to_fp8(x, launch_number if packing.stochastic else None), from_fp8
     else:
@@ -164,6 +164,33 @@ def expand(packed: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, packin
     """The rows of compress(), with zeros for what did not travel."""
     places, values = entries_of(packed, counts, packing, out.shape[1])
     out.zero_().view(-1)[places] = values
+
+
+def take_largest(x: torch.Tensor, counts: torch.Tensor, packing: Packing, clear: bool = False) -> torch.Tensor:
+    """compress(), on a GPU with one pass over memory. `clear`: what was taken becomes zero in `x`."""
+    if x.is_cuda:
+        from freescale.kernels import compression_triton
+
+        return compression_triton.compress(x, counts, packing, clear)
+    packed = compress(x, counts, packing)
+    if clear:
+        x.view(-1)[entries_of(packed, counts, packing, x.shape[1])[0]] = 0.0
+    return packed
+
+
+def put_back(
+    packed: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, packing: Packing, add: bool = False
+) -> None:
+    """expand(), or with `add` to what stands in `out`."""
+    if out.is_cuda:
+        from freescale.kernels import compression_triton
+
+        compression_triton.expand(packed, out, counts, packing, add)
+    elif add:
+        places, values = entries_of(packed, counts, packing, out.shape[1])
+        out.view(-1)[places] += values  # no place twice
+    else:
+        expand(packed, out, counts, packing)
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------

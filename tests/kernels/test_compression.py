@@ -141,12 +141,12 @@ class Table:
 PACKINGS = ("largest:1/2:2", "largest:1/3:300", "fp16", "bf16", "fp8", "fp8:stochastic")
 
 
-def _launched() -> None:
+def _launched(device: str = "cpu", suffix: str = "") -> None:
     """Every packing, with counts that differ by peer and are 0 for some; launches overlap."""
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
     sizes = torch.tensor([[(3 * i + 5 * j) % 7 for j in range(world)] for i in range(world)])
     tables = [torch.randn(50, 3, generator=torch.Generator().manual_seed(r)) for r in range(world)]
-    table = Table(tables[rank])
+    table = Table(tables[rank].to(device))
     name = table_registry.register(table, "t")
     rows = [torch.arange(int(sizes[r].sum())) * 7 % 50 for r in range(world)]
     counts, n_recv = (sizes[rank], sizes[:, rank].contiguous()), int(sizes[:, rank].sum())
@@ -157,12 +157,13 @@ def _launched() -> None:
         return round_trip(tables[r][rows[r]], sizes[r], parse(text), number).split(sizes[r].tolist())[rank]
 
     first = len(launch_record.records)
-    token = torch.empty(0, 3)
-    launched = [ops.all_to_all_rows_launch_packed(token, rows[rank], *counts, n_recv, 2, name, group, p) for p in PACKINGS]
-    launched += [ops.all_to_all_launch_packed(tables[rank][rows[rank]], *counts, n_recv, 1, name, group, p) for p in PACKINGS]
+    token, mine = torch.empty(0, 3, device=device), rows[rank].to(device)
+    launch_rows, launch = (getattr(ops, f"all_to_all_{kind}_packed{suffix}") for kind in ("rows_launch", "launch"))
+    launched = [launch_rows(token, mine, *counts, n_recv, 2, name, group, p) for p in PACKINGS]
+    launched += [launch(table.weight[mine], *counts, n_recv, 1, name, group, p) for p in PACKINGS]
     for i, out in enumerate(launched):
         text, number = PACKINGS[i % len(PACKINGS)], numbers[i % len(PACKINGS)]
-        assert torch.equal(wait(out), torch.cat([expected(r, text, number) for r in range(world)])), text
+        assert torch.equal(wait(out).cpu(), torch.cat([expected(r, text, number) for r in range(world)])), text
     sent = [r.bytes for r in list(launch_record.records)[first:]]
     per_row = [int(packed_counts(counts[1], parse(p)).sum()) * compression.row_bytes(parse(p), 3) for p in PACKINGS]
     assert sent == per_row * 2
@@ -172,6 +173,13 @@ def _launched() -> None:
 @pytest.mark.parametrize("world", (2, 4))
 def test_a_launch_delivers_what_the_definition_says(world):
     run_ranks(_launched, world)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("suffix", ("", "_staged", "_auto"))
+def test_a_launch_delivers_it_on_a_gpu(suffix):
+    run_ranks(_launched, 2, "cuda", suffix, backend="cpu:gloo,cuda:nccl")
 
 
 def test_opcheck(tmp_path):
