@@ -18,16 +18,15 @@ places. An entry is three int16: the value's two halves, and its place in the bl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 
 ENTRY_BYTES = 6
 MAX_BLOCK = 65536  # values: places are 16-bit numbers
 _PLACES = MAX_BLOCK - 1
-_WIDE = {"fp16": torch.float16, "bf16": torch.bfloat16}
+WIDE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _MASK = 0xFFFFFFFF
 FP8_MAX = 448.0
 _SMALLEST_SCALE = 0x00800000  # the smallest normal float32, as bits
@@ -53,7 +52,7 @@ def parse(text: str) -> Packing:
     if kind == "largest" and len(rest) == 2:
         num, den = map(int, rest[0].split("/"))
         return Packing(kind, num, den, int(rest[1]))
-    if kind in _WIDE and not rest or kind == "fp8" and rest in ([], ["stochastic"]):
+    if kind in WIDE_TYPES and not rest or kind == "fp8" and rest in ([], ["stochastic"]):
         return Packing(kind, stochastic=bool(rest))
     raise ValueError(f"freescale: there is no packing {text!r}")
 
@@ -68,40 +67,6 @@ def row_bytes(packing: Packing, dim: int) -> int:
 def packed_counts(counts: torch.Tensor, packing: Packing) -> torch.Tensor:
     """How many packed rows stand for so many rows to or from each peer."""
     return counts * packing.num // packing.den if packing.kind == "largest" else counts
-
-
-@dataclass(frozen=True)
-class Packed:
-    """What is sent in place of rows, and what to do with what is received."""
-
-    x: torch.Tensor  # uint8 [sent, bytes]
-    send_counts: torch.Tensor
-    recv_counts: torch.Tensor
-    unpack: Callable[[torch.Tensor, torch.Tensor], None]  # (what was received, rows to be written)
-
-    @property
-    def n_recv(self) -> int:
-        return int(self.recv_counts.sum())  # counts are on the CPU
-
-
-def pack(
-    text: str, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, launch_number: int
-) -> Packed:
-    """Rows of float32 [n, dim], those of all peers one after another. `launch_number`: of it and of the value's place
-    follows which way fp8:stochastic rounds a value."""
-    packing = parse(text)
-    unpack: Callable[[torch.Tensor, torch.Tensor], None]
-    if packing.kind == "largest":
-        packed, unpack = take_largest(x, send_counts, packing), partial(put_back, counts=recv_counts, packing=packing)
-    elif packing.kind == "fp8":
-        packed, unpack = to_fp8(x, launch_number if packing.stochastic else None), from_fp8
-    else:
-        packed, unpack = x.to(_WIDE[packing.kind]).view(torch.uint8), partial(_widen, dtype=_WIDE[packing.kind])
-    return Packed(packed, packed_counts(send_counts, packing), packed_counts(recv_counts, packing), unpack)
-
-
-def _widen(packed: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
-    out.copy_(packed.view(dtype))
 
 
 # ---- the largest values ----------------------------------------------------------------------------------------------
@@ -164,33 +129,6 @@ def expand(packed: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, packin
     """The rows of compress(), with zeros for what did not travel."""
     places, values = entries_of(packed, counts, packing, out.shape[1])
     out.zero_().view(-1)[places] = values
-
-
-def take_largest(x: torch.Tensor, counts: torch.Tensor, packing: Packing, clear: bool = False) -> torch.Tensor:
-    """compress(), on a GPU with one pass over memory. `clear`: what was taken becomes zero in `x`."""
-    if x.is_cuda:
-        from freescale.kernels import compression_triton
-
-        return compression_triton.compress(x, counts, packing, clear)
-    packed = compress(x, counts, packing)
-    if clear:
-        x.view(-1)[entries_of(packed, counts, packing, x.shape[1])[0]] = 0.0
-    return packed
-
-
-def put_back(
-    packed: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, packing: Packing, add: bool = False
-) -> None:
-    """expand(), or with `add` to what stands in `out`."""
-    if out.is_cuda:
-        from freescale.kernels import compression_triton
-
-        compression_triton.expand(packed, out, counts, packing, add)
-    elif add:
-        places, values = entries_of(packed, counts, packing, out.shape[1])
-        out.view(-1)[places] += values  # no place twice
-    else:
-        expand(packed, out, counts, packing)
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from freescale.compat import distributed, dynamo
-from freescale.kernels import compression, dense_error
+from freescale.kernels import compression, dense_error, row_packing
 from freescale.kernels.ops.schemas import lib
 from freescale.kernels.transports import launch_record
 
@@ -37,7 +37,7 @@ def pack_with_error(
     """What is sent of gradients and errors; `errors` becomes the rest. Nothing is lost and nothing is rounded, but for
     the sum of the two. What is not finite and has no place in this message is dropped: it would never go away."""
     flat = torch.cat([(g + e).reshape(-1) for g, e in zip(gradients, errors, strict=True)])
-    sent = compression.take_largest(flat[:, None], torch.tensor([flat.shape[0]]), packing, clear=True)
+    sent = row_packing.take_largest(flat[:, None], torch.tensor([flat.shape[0]]), packing, clear=True)
     flat.nan_to_num_(0.0, 0.0, 0.0)
     for error, rest in zip(errors, flat.split([e.numel() for e in errors]), strict=True):
         error.copy_(rest.view(error.shape))
@@ -50,7 +50,7 @@ def average(received: torch.Tensor, out: torch.Tensor, packing: compression.Pack
     with torch.no_grad():
         out.zero_()
         for sent in received:  # by rank
-            compression.put_back(sent, out[:, None], torch.tensor([out.shape[0]]), packing, add=True)
+            row_packing.put_back(sent, out[:, None], torch.tensor([out.shape[0]]), packing, add=True)
         out.mul_(1.0 / received.shape[0])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from freescale.compat import distributed, dynamo
-from freescale.kernels import compression
+from freescale.kernels import row_packing
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LAUNCH_SUFFIXES, lib
 from freescale.kernels.transports import c10d, launch_record, open_transports
@@ -28,7 +28,7 @@ def launch_packed(transport_name, what, x, send_counts, recv_counts, n_recv, pri
     label = launch_record.launch_label(what, priority, table)
     _launches[label] += 1
     with launch_record.profiler_range("launch", label):
-        packed = compression.pack(packing, x, send_counts, recv_counts, _launches[label])
+        packed = row_packing.pack(packing, x, send_counts, recv_counts, _launches[label])
         out, n_packed = x.new_empty((n_recv, *x.shape[1:])), packed.n_recv
         transport = (
             open_transports.transport_for(transport_name, group, packed.x, n_packed) if transport_name else None
@@ -48,7 +48,7 @@ def launch_packed(transport_name, what, x, send_counts, recv_counts, n_recv, pri
     return out
 
 
-def _unpack(packed: compression.Packed, received: torch.Tensor, out: torch.Tensor) -> None:
+def _unpack(packed: row_packing.Packed, received: torch.Tensor, out: torch.Tensor) -> None:
     if received.is_cuda:
         received.record_stream(torch.cuda.current_stream(received.device))  # it may not be the one of the launch
     with torch.no_grad():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 
 import freescale.kernels  # noqa: F401
-from freescale.kernels import compression
+from freescale.kernels import compression, row_packing
 from freescale.kernels.compression import Packing, packed_counts, parse
 from freescale.kernels.ops import table_registry
 from freescale.kernels.transports import launch_record
@@ -28,7 +28,7 @@ def largest(dim: int, share: Fraction = Fraction(1, 5), block: int = 1024) -> Pa
 
 
 def round_trip(x: torch.Tensor, counts: torch.Tensor, packing: Packing, launch_number: int = 1) -> torch.Tensor:
-    packed = compression.pack(str(packing), x, counts, counts, launch_number)
+    packed = row_packing.pack(str(packing), x, counts, counts, launch_number)
     assert packed.x.shape == (packed.n_recv, compression.row_bytes(packing, x.shape[1]))
     out = torch.full_like(x, 7.0)
     packed.unpack(packed.x, out)

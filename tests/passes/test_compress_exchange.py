@@ -16,7 +16,7 @@ from torch import nn
 from fake_world import fake_world, graphs_of
 from freescale.compat import version
 from freescale.config import Config
-from freescale.kernels import compression, reference
+from freescale.kernels import compression, reference, row_packing
 from freescale.passes.compress_exchange import DENSE_BLOCK, dense_packing
 from ranks import RankFailed, run_ranks, run_ranks_apart
 
@@ -166,7 +166,7 @@ class Simulated:
     def __call__(self, what, x, send_counts, recv_counts, n_recv, priority, table, group_name):
         if self.on and (self.which == "all" or priority != 0):
             self.numbers[what, priority] = self.numbers.get((what, priority), 0) + 1
-            packed = compression.pack(self.packings[what], x, send_counts, send_counts, self.numbers[what, priority])
+            packed = row_packing.pack(self.packings[what], x, send_counts, send_counts, self.numbers[what, priority])
             x = torch.empty_like(x)
             packed.unpack(packed.x, x)
         return self.launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name)
