@@ -260,8 +260,8 @@ def kernels() -> dict[str, float]:
 def main() -> None:
     p = parser(__doc__, "one seed, few steps")
     p.add_argument("--kernels", action="store_true", help="the kernels on a GPU, and nothing else")
-    p.add_argument("--seeds", type=int, default=4)
-    p.add_argument("--steps", type=int, default=600)
+    p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--steps", type=int, default=120)
     p.add_argument("--rank", help="what a rank is started with")
     args, began = p.parse_args(), time.perf_counter()
     if args.rank:
