@@ -91,7 +91,7 @@ start tests_transports_2 1 400 "${gpu[@]}" "${training}[2]"
 start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py tests/runtime/tables/test_plan_block.py tests/runtime/tables/test_fbgemm_table.py tests/runtime/tables/test_native_adam.py --deselect "$training"
 start nixl 1 200 "${gpu[@]}" tests/kernels/test_nixl.py
 start transports 1 300 "${gpu[@]}" tests/kernels/test_transports.py
-start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_large_tables.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
+start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_compression_kernels.py tests/kernels/test_compression.py tests/kernels/test_large_tables.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
 start hstu 1 200 "${gpu[@]}" tests/models/test_hstu_attention.py tests/models/test_persrec_attention.py tests/benchmarks/test_hstu_attention_benchmark.py
 start train 1 250 "${gpu[@]}" tests/models/test_train_example.py
 start sanitizer_rows 1 300 "${sanitizer[@]}" tests/kernels/test_row_kernels.py
@@ -100,6 +100,7 @@ start dense 1 200 "${gpu[@]}" tests/runtime/test_dense_gradients.py
 start balance 1 300 "${gpu[@]}" tests/runtime/samples/test_split_batch.py tests/runtime/test_meter.py
 finish
 check kernels_gpu 1 150 python3 benchmarks/kernels_gpu.py $quick --json "$results/kernels_gpu.json"
+check compress_kernels 1 60 python3 benchmarks/compress.py --kernels --json "$results/compress_kernels.json"
 check dispatch 1 150 python3 benchmarks/dispatch.py $quick --json "$results/dispatch.json"
 check host_path 1 60 python3 benchmarks/host_path.py $quick --json "$results/host_path.json"
 check meter_gpu 1 90 python3 benchmarks/meter_gpu.py $quick --json "$results/meter_gpu.json"

@@ -49,12 +49,15 @@ def freescale(
         COMPILED[frame] = COMPILED.get(frame, 0) + 1
         with agreement.while_compiling(cfg.timeout), planned_sizes.without_contiguity():
             before_first_run = dense_gradients.average_in_graph(gm, inputs, cfg)
+            before_each_run = dense_gradients.before_each_run(gm, cfg)
             compiled = _compile(gm, inputs, Driver(cfg))
         planned_sizes.drop_implied_guards()
     except Exception as error:
         agreement.post_failure(error)
         raise
-    return _meet_before_first_run(compiled, cfg, before_first_run) if _has_exchange(gm) else compiled
+    if not _has_exchange(gm):
+        return compiled
+    return _meet_before_first_run(compiled, cfg, before_first_run, before_each_run)
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], driver: Driver) -> Callable[..., Any]:
@@ -83,8 +86,9 @@ def _calls(gm: fx.GraphModule, *names: str) -> bool:
 
 
 def _meet_before_first_run(
-    compiled: Callable[..., Any], cfg: config.Config, before_first_run: Callable[[Sequence[Any]], None] | None
-) -> Callable[..., Any]:
+    compiled: Callable[..., Any], cfg: config.Config, before_first_run: Callable[[Sequence[Any]], None] | None,
+    before_each_run: Callable[[Sequence[Any]], None] | None,
+) -> Callable[..., Any]:  # fmt: skip
     """Ranks compare their settings before the first graph with these settings runs for the first time; then comes what
     else a graph wants done before it does."""
     settings: dict[str, object] = {f"FREESCALE_{k.upper()}": v for k, v in cfg.affecting_graphs().items()}
@@ -99,6 +103,8 @@ def _meet_before_first_run(
         if before_first_run is not None:
             before_first_run(args)
             before_first_run = None
+        if before_each_run is not None:
+            before_each_run(args)
         return compiled(*args)
 
     return run

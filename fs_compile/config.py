@@ -23,16 +23,22 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 PREFIX = "FREESCALE_"
 
 # The passes in the order in which they run. A name here is also the module and the function in
 # freescale.passes.
-PASS_NAMES = (
-    "find_exchanges", "split_exchanges", "join_pieces", "gather_parts", "bucket_gradients", "overlap_attention",
-    "lower_copies",
+PASS_ORDER = (
+    "find_exchanges", "split_exchanges", "join_pieces", "gather_parts", "bucket_gradients", "compress_exchange",
+    "overlap_attention", "lower_copies",
 )  # fmt: skip
+# Those that change the numbers of training: never in `all`, only where they are named.
+LOSSY_PASSES = ("compress_exchange",)
+PASS_NAMES = tuple(name for name in PASS_ORDER if name not in LOSSY_PASSES)  # those of `all`
+
+COMPRESS_FORM = "rows:SHARE, dense:SHARE or both, then which=background or which=all"
 
 
 class ConfigError(ValueError):
@@ -44,8 +50,26 @@ def _flag(default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
 
 
 @dataclass(frozen=True)
+class Compression:
+    """What FREESCALE_COMPRESS and FREESCALE_WIRE ask for."""
+
+    rows: Fraction | None = None  # share of the bytes of rows and their gradients that travels
+    dense: Fraction | None = None  # share of the bytes of dense gradients
+    which: str = "background"  # or "all": urgent rows and gradients too
+    wire: str = "fp32"  # type in which rows and their gradients travel
+
+    @property
+    def is_lossy(self) -> bool:
+        return self.rows is not None or self.dense is not None or self.wire != "fp32"
+
+
+@dataclass(frozen=True)
 class Config:
-    passes: str = _flag("all", "Passes to run: `all`, `none`, a list `a,b`, or all but some: `-a,-b`")
+    passes: str = _flag(
+        "all",
+        "Passes to run: `all`, `none`, a list `a,b`, or all but some: `-a,-b`; `all` leaves out "
+        "`compress_exchange`, which `all,compress_exchange` adds",
+    )
     codegen: str = _flag(
         "inductor",
         "`eager` runs the same passes on the same graphs and interprets the result without code generation",
@@ -75,6 +99,16 @@ class Config:
         256.0, "Host memory in MiB that `staged` or `nixl` pins on each rank, once; a longer message waits"
     )
     min_bytes: float = _flag(64.0, "A plain all-to-all whose rows have fewer bytes is not split by consumer")
+    compress: str = _flag(
+        "",
+        "For the pass `compress_exchange`: the share of bytes that travels, `rows:0.05`, `dense:0.01` or both, and "
+        "`which=all` for urgent rows and gradients too; empty: nothing is left out ([compression](compress.md))",
+    )
+    wire: str = _flag(
+        "fp32",
+        "For the pass `compress_exchange`: the type in which rows and their gradients travel",
+        ("fp32", "fp16", "bf16", "fp8"),
+    )
     record: str = _flag(
         "", "Folder for a record of what happened, one file per rank, for `python -m freescale report`; empty: none"
     )
@@ -89,6 +123,50 @@ class Config:
                 raise ConfigError(f"{PREFIX}{name.upper()} must be more than 0, found {getattr(self, name)}")
         if not self.timeout > 0:
             raise ConfigError(f"{PREFIX}TIMEOUT must be more than 0 seconds, found {self.timeout}")
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        asked, named = self.compression(), "compress_exchange" in self.enabled_passes()
+        if not named and (self.compress or self.wire != "fp32"):
+            flag = f"{PREFIX}COMPRESS" if self.compress else f"{PREFIX}WIRE"
+            also = "all" if self.passes.strip() == "all" else "..."
+            raise ConfigError(
+                f"{flag} changes the numbers of training, which only the pass compress_exchange may: "
+                f"set {PREFIX}PASSES={also},compress_exchange"
+            )
+        if named and self.strict and not asked.is_lossy:
+            raise ConfigError(
+                f"strict refuses a lossy pass without an explicit ratio: set {PREFIX}COMPRESS or {PREFIX}WIRE, or "
+                f"leave compress_exchange out of {PREFIX}PASSES"
+            )
+        if asked.rows is not None and asked.wire != "fp32":
+            raise ConfigError(
+                f"{PREFIX}COMPRESS={self.compress} picks values of rows and {PREFIX}WIRE={self.wire} rounds them; "
+                "rows can have one of the two"
+            )
+        if asked.dense is not None and self.dense == "off":
+            raise ConfigError(
+                f"{PREFIX}COMPRESS={self.compress}: dense gradients are compressed where the graph averages them; "
+                f"set {PREFIX}DENSE=allreduce"
+            )
+
+    def compression(self) -> Compression:
+        """What travels, and in which type."""
+        found: dict[str, Any] = {}
+        for word in (w.strip() for w in self.compress.split(",")):
+            if not word:
+                continue
+            name, sign, value = word.replace("=", ":").partition(":")
+            kind = "=" if "=" in word else ":"
+            if name in found:
+                raise ConfigError(f"{PREFIX}COMPRESS says {name} twice: {self.compress!r}")
+            if sign and kind == ":" and name in ("rows", "dense"):
+                found[name] = _share(value, word)
+            elif kind == "=" and name == "which" and value in ("background", "all"):
+                found[name] = value
+            else:
+                raise ConfigError(f"{PREFIX}COMPRESS must be {COMPRESS_FORM}, found {word!r}")
+        return Compression(wire=self.wire, **found)
 
     def affecting_graphs(self) -> dict[str, Any]:
         """The settings that the compiled code may depend on, and that all ranks must have in common."""
@@ -97,20 +175,33 @@ class Config:
     def enabled_passes(self) -> tuple[str, ...]:
         """The names of the passes that run, in order."""
         words = [w.strip() for w in self.passes.split(",") if w.strip()]
-        if words == ["all"]:
-            return PASS_NAMES
         if words in ([], ["none"]):
             return ()
         minus = [w.startswith("-") for w in words]
         names = [w.lstrip("-") for w in words]
         for name in names:
-            if name not in PASS_NAMES:
+            if name not in PASS_ORDER and name != "all":
                 raise ConfigError(
-                    f"{PREFIX}PASSES names an unknown pass {name!r}; the passes are {', '.join(PASS_NAMES)}"
+                    f"{PREFIX}PASSES names an unknown pass {name!r}; the passes are {', '.join(PASS_ORDER)}"
                 )
         if any(minus) and not all(minus):
             raise ConfigError(f"{PREFIX}PASSES mixes passes to run and passes to leave out: {self.passes!r}")
-        return tuple(p for p in PASS_NAMES if (p in names) != all(minus))
+        exact = tuple(p for p in PASS_ORDER if p not in LOSSY_PASSES)
+        if "all" in names:
+            if any(minus) or any(n in exact for n in names):
+                raise ConfigError(f"{PREFIX}PASSES: beside all stand only {', '.join(LOSSY_PASSES)}: {self.passes!r}")
+            return tuple(p for p in PASS_ORDER if p in exact or p in names)
+        return tuple(p for p in PASS_ORDER if (p not in names and p in exact if all(minus) else p in names))
+
+
+def _share(text: str, word: str) -> Fraction:
+    try:
+        share = Fraction(text).limit_denominator(10**6)
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(f"{PREFIX}COMPRESS: the share in {word!r} must be a number") from None
+    if not 0 < share <= 1:
+        raise ConfigError(f"{PREFIX}COMPRESS: the share in {word!r} must be more than 0 and at most 1")
+    return share
 
 
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}

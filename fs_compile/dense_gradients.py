@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from freescale.compat import distributed, module_state, torchrec
 from freescale.compat.module_state import ParameterInput
 from freescale.config import Config, ConfigError
+from freescale.kernels import dense_error
 from freescale.runtime import dense_parameters
 from freescale.runtime.dense_parameters import AVERAGED_BY_TABLES, AVERAGED_IN_GRAPHS
 from freescale.runtime.tables.sharded_embedding import NativeTables
@@ -44,7 +46,10 @@ def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> 
         return None
     owners = _Owners()
     parameters = _unowned(module_state.parameter_inputs(gm, inputs), owners, cfg)
-    marked = _mark(gm, [p for p in parameters if p.is_trained], group_name)
+    trained = [p for p in parameters if p.is_trained]
+    if cfg.compression().dense is not None:  # an op must find what it has not sent of each
+        trained = [replace(p, name=dense_error.register(p.tensor, p.name)) for p in trained]
+    marked = _mark(gm, trained, group_name)
     if not marked:
         return None
     _refuse_ddp_from_now_on()
@@ -57,6 +62,16 @@ def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> 
         dense_parameters.begin_alike([(name, args[i]) for name, i in places], group_name, cfg.timeout)
 
     return before_first_run
+
+
+def before_each_run(gm: fx.GraphModule, cfg: Config) -> Callable[[Sequence[Any]], None] | None:
+    """What is to be called with the graph's arguments whenever it runs; None for nothing."""
+    if cfg.compression().dense is None:
+        return None
+    place = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    marks = [n for n in gm.graph.nodes if n.target is torch.ops.freescale.averaged_parameter.default]
+    names, places = [n.args[1] for n in marks], [place[n.args[0]] for n in marks]
+    return lambda args: dense_error.bind(names, [args[i] for i in places])
 
 
 def _mark(gm: fx.GraphModule, parameters: list[ParameterInput], group_name: str) -> list[ParameterInput]:

@@ -223,9 +223,10 @@ def _insert_agreement(direction: str, graph: fx.Graph, launched: list[fx.Node], 
 
 
 def _launch_text(launch: fx.Node) -> str:
-    if launch.target is torch.ops.freescale.all_reduce_launch.default:
+    fs = torch.ops.freescale
+    if launch.target in (fs.all_reduce_launch.default, fs.all_reduce_launch_packed.default):
         return f"dense gradients of {argument(launch, 'parameters')}"
-    if launch.target is torch.ops.freescale.average_gradient.default:
+    if launch.target is fs.average_gradient.default:
         return f"dense gradient of {argument(launch, 'name')}"
     x = launch.meta[EXCHANGE_KEY]
     transports = [name for name in LAUNCH_SUFFIXES if str(launch.target).endswith(f"_{name}.default")]

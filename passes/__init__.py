@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from torch import fx
 
-from freescale.config import PASS_NAMES, Config
+from freescale.config import PASS_ORDER, Config
 from freescale.passes.bucket_gradients import bucket_gradients
+from freescale.passes.compress_exchange import compress_exchange
 from freescale.passes.find_exchanges import find_exchanges
 from freescale.passes.gather_parts import gather_parts
 from freescale.passes.join_pieces import join_pieces
@@ -23,7 +24,8 @@ _BY_NAME: dict[str, Pass] = {
     "join_pieces": join_pieces,
     "gather_parts": gather_parts,
     "bucket_gradients": bucket_gradients,
+    "compress_exchange": compress_exchange,
     "overlap_attention": overlap_attention,
     "lower_copies": lower_copies,
 }
-PASSES: tuple[tuple[str, Pass], ...] = tuple((name, _BY_NAME[name]) for name in PASS_NAMES)
+PASSES: tuple[tuple[str, Pass], ...] = tuple((name, _BY_NAME[name]) for name in PASS_ORDER)

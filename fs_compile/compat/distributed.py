@@ -52,6 +52,11 @@ def all_to_all(
     group.alltoall_base(out, x, recv, send).wait()
 
 
+def start_all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Under one name in every torch: the public one changed in 2.14."""
+    return group._allgather_base(out, x)
+
+
 def hang_up(group: dist.ProcessGroup) -> None:
     """Close this rank's connections of a gloo group: what its peers wait for fails at once, there and here.
 

@@ -66,6 +66,11 @@ def live_modules(kinds: tuple[type, ...]) -> list[nn.Module]:
     return [x for x in gc.get_objects() if issubclass(type(x), kinds)]
 
 
+def live_optimizers() -> list[torch.optim.Optimizer]:
+    """All in this process."""
+    return [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
+
+
 def averaged_by_ddp(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
     ignored = getattr(wrapper, "parameters_to_ignore", ())  # none while it is being made
     return [p for n, p in wrapper.named_parameters() if p.requires_grad and n.removeprefix("module.") not in ignored]

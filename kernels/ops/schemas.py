@@ -16,6 +16,7 @@ Counts (rows per peer) are CPU int64 tensors of length world, so a graph does no
     exchange_backward       their gradients back, summed and applied by the owner
     all_to_all_rows_launch  start of an all-to-all of table rows
     all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either
+    ..._packed              the same launches of rows that travel packed: compression.py
     ..._staged and so on     the same launches over a transport that copies, or over the one that is best (transports/)
     averaged_parameter      a dense parameter as it is; its gradient is averaged over the ranks by average_gradient
     average_gradient        that of one parameter, at once (collective)
@@ -70,9 +71,21 @@ for _name in LAUNCH_SUFFIXES:
         f"all_to_all_launch_{_name}(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
         "str table, str group_name) -> Tensor"
     )
+for _name in ("", *(f"_{name}" for name in LAUNCH_SUFFIXES)):
+    lib.define(
+        f"all_to_all_rows_launch_packed{_name}(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, "
+        "SymInt n_recv, int priority, str table, str group_name, str packing) -> Tensor"
+    )
+    lib.define(
+        f"all_to_all_launch_packed{_name}(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, "
+        "int priority, str table, str group_name, str packing) -> Tensor"
+    )
 lib.define("averaged_parameter(Tensor(a) parameter, str name, int place, str group_name) -> Tensor(a)")
 lib.define("average_gradient(Tensor gradient, str name, int place, str group_name) -> Tensor")
 lib.define("all_reduce_launch(Tensor[] gradients, str parameters, str group_name) -> Tensor")
+lib.define(
+    "all_reduce_launch_packed(Tensor[] gradients, str parameters, str group_name, str packing) -> Tensor"
+)
 lib.define("pack_rows(Tensor weight, Tensor rows) -> Tensor")
 lib.define("sum_rows(Tensor x, Tensor order, Tensor ends) -> Tensor")
 lib.define("agree(Tensor(a!) first, str launches, str group_name, float timeout) -> Tensor")
@@ -152,6 +165,16 @@ def _all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, gro
     return _rows_like(x, n_recv)
 
 
+def _all_to_all_rows_launch_packed(
+    token, rows, send_counts, recv_counts, n_recv, priority, table, group_name, packing
+):
+    return _rows_like(token, n_recv)
+
+
+def _all_to_all_launch_packed(x, send_counts, recv_counts, n_recv, priority, table, group_name, packing):
+    return _rows_like(x, n_recv)
+
+
 @torch.library.register_fake("freescale::average_gradient", lib=lib)
 def _average_gradient(gradient, name, place, group_name):
     return gradient.new_empty(gradient.shape)
@@ -159,6 +182,11 @@ def _average_gradient(gradient, name, place, group_name):
 
 @torch.library.register_fake("freescale::all_reduce_launch", lib=lib)
 def _all_reduce_launch(gradients, parameters, group_name):
+    return gradients[0].new_empty(sum(g.numel() for g in gradients))
+
+
+@torch.library.register_fake("freescale::all_reduce_launch_packed", lib=lib)
+def _all_reduce_launch_packed(gradients, parameters, group_name, packing):
     return gradients[0].new_empty(sum(g.numel() for g in gradients))
 
 
@@ -188,6 +216,12 @@ for _suffix in ("", *(f"_{name}" for name in LAUNCH_SUFFIXES)):
     if _suffix:
         torch.library.register_fake(f"freescale::all_to_all_launch{_suffix}", _all_to_all_launch, lib=lib)
         torch.library.register_fake(f"freescale::all_to_all_rows_launch{_suffix}", _all_to_all_rows_launch, lib=lib)
-    inductor.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_launch{_suffix}"))
-    inductor.register_launch_lowering(getattr(torch.ops.freescale, f"all_to_all_rows_launch{_suffix}"))
+    torch.library.register_fake(f"freescale::all_to_all_launch_packed{_suffix}", _all_to_all_launch_packed, lib=lib)
+    torch.library.register_fake(
+        f"freescale::all_to_all_rows_launch_packed{_suffix}", _all_to_all_rows_launch_packed, lib=lib
+    )
+    for _kind in ("all_to_all_launch", "all_to_all_rows_launch"):
+        inductor.register_launch_lowering(getattr(torch.ops.freescale, f"{_kind}{_suffix}"))
+        inductor.register_launch_lowering(getattr(torch.ops.freescale, f"{_kind}_packed{_suffix}"))
 inductor.register_launch_lowering(torch.ops.freescale.all_reduce_launch)
+inductor.register_launch_lowering(torch.ops.freescale.all_reduce_launch_packed)

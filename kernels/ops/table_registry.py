@@ -39,8 +39,9 @@ class ShardedTable(RegisteredTable, Protocol):
         """As `settings` returned them."""
 
     # A table may also have count_step(), called before the first update of each step, or count_lookup(), called in each
-    # forward pass, where an update depends on the number of either; and for a GPU: sum_and_update(grad, rows, order, ends), which sums the duplicates as sum_rows
-    # does and takes the step at once; and gather(rows), where its rows are not simply those of `weight`.
+    # forward pass, where an update depends on the number of either; and for a GPU: sum_and_update(grad, rows, order,
+    # ends), which sums the duplicates as sum_rows does and takes the step at once; and gather(rows), where its rows are
+    # not simply those of `weight`.
 
 
 _ops = torch.ops.freescale

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
@@ -100,13 +101,18 @@ _stream_waits = cache(StreamWaits)
 
 
 class RecordedWork(dist.Work):
-    """The work of a launch; a wait for it is recorded."""
+    """The work of a launch; a wait for it is recorded.
+
+    `size`: the bytes that arrive, if they are not those of `out`. `then`: called once the wait is over, on a GPU for
+    what is to follow on the same stream.
+    """
 
     def __init__(
-        self, work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup, size: int | None = None
-    ) -> None:
+        self, work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup, size: int | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.work, self.group = work, group
+        self.work, self.group, self.then = work, group, then
         self.stream_waits = _stream_waits(out.device) if out.is_cuda else None
         self.record = LaunchRecord(label, out.nbytes if size is None else size)
         records.append(self.record)
@@ -126,6 +132,9 @@ class RecordedWork(dist.Work):
             ) from error
         finally:
             r.wait_ended = time.perf_counter()
+        if (then := self.then) is not None:
+            self.then = None  # it holds tensors
+            then()
         return True
 
     def _wait(self, record: LaunchRecord) -> None:
@@ -145,8 +154,11 @@ class RecordedWork(dist.Work):
 class RecordedMessage(RecordedWork):
     """The same for a message of a transport that copies: the wait and all that is recorded of it in one call."""
 
-    def __init__(self, transport: Any, message: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup) -> None:
-        super().__init__(message, label, out, group)
+    def __init__(
+        self, transport: Any, message: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup,
+        size: int | None = None, then: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message, label, out, group, size, then)
         self.transport = transport
 
     def _wait(self, record: LaunchRecord) -> None:
@@ -174,10 +186,7 @@ def launch_label(what: str, priority: int, table: str) -> str:
 def register_launch(
     work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup, size: int | None = None
 ) -> torch.Tensor:
-    """Register `work` for `out`, so that a wait for `out` waits for it, and record it.
-
-    `size`: the bytes that arrive, if they are not those of `out`.
-    """
+    """Register `work` for `out`, so that a wait for `out` waits for it, and record it. `size`: see RecordedWork."""
     distributed.register_work(out, RecordedWork(work, label, out, group, size))
     return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -95,8 +96,9 @@ def test_bad_option_is_refused(options: dict[str, Any], sentence: str):
 
 @pytest.fixture
 def abc(monkeypatch):
-    """Three passes, so that these tests do not change with the list of passes."""
-    monkeypatch.setattr(config, "PASS_NAMES", ("a", "b", "c"))
+    """Three passes and a lossy one, so that these tests do not change with the list of passes."""
+    monkeypatch.setattr(config, "PASS_ORDER", ("a", "b", "x", "c"))
+    monkeypatch.setattr(config, "LOSSY_PASSES", ("x",))
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,10 @@ def abc(monkeypatch):
         ("c, a", "ac"),  # the order is ours, not the user's
         ("-b", "ac"),
         ("-a,-c", "b"),
+        ("all,x", "abxc"),
+        ("x", "x"),
+        ("c,x", "xc"),
+        ("-x", "abc"),
     ],
 )
 def test_passes_are_toggled(abc, text: str, enabled: str):
@@ -123,14 +129,74 @@ def test_passes_as_a_list_in_options(abc):
     ("text", "sentence"),
     [
         ("a,-b", "FREESCALE_PASSES mixes passes to run and passes to leave out: 'a,-b'"),
-        ("d", "FREESCALE_PASSES names an unknown pass 'd'; the passes are a, b, c"),
-        ("-d", "FREESCALE_PASSES names an unknown pass 'd'; the passes are a, b, c"),
-        ("all,a", "FREESCALE_PASSES names an unknown pass 'all'; the passes are a, b, c"),
+        ("d", "FREESCALE_PASSES names an unknown pass 'd'; the passes are a, b, x, c"),
+        ("-d", "FREESCALE_PASSES names an unknown pass 'd'; the passes are a, b, x, c"),
+        ("all,a", "FREESCALE_PASSES: beside all stand only x: 'all,a'"),
+        ("-all", "FREESCALE_PASSES: beside all stand only x: '-all'"),
     ],
 )
 def test_bad_list_of_passes_is_refused(abc, text: str, sentence: str):
     with pytest.raises(ConfigError) as error:
         load(environ={"FREESCALE_PASSES": text})
+    assert str(error.value) == sentence
+
+
+LOSSY = {"FREESCALE_PASSES": "all,compress_exchange"}
+FORM = "FREESCALE_COMPRESS must be rows:SHARE, dense:SHARE or both, then which=background or which=all"
+NAME_IT = "changes the numbers of training, which only the pass compress_exchange may: set FREESCALE_PASSES="
+
+
+def test_all_leaves_the_lossy_pass_out():
+    assert "compress_exchange" not in Config().enabled_passes() == config.PASS_NAMES
+    enabled = load(environ={**LOSSY, "FREESCALE_COMPRESS": "rows:0.1"}).enabled_passes()
+    assert enabled == config.PASS_ORDER and set(enabled) - set(config.PASS_NAMES) == {"compress_exchange"}
+    place = enabled.index("compress_exchange")
+    assert enabled.index("bucket_gradients") < place < enabled.index("overlap_attention")
+
+
+@pytest.mark.parametrize(
+    ("text", "wire", "asked"),
+    [
+        ("rows:0.05", "fp32", config.Compression(rows=Fraction(1, 20))),
+        ("rows:1,which=all", "fp32", config.Compression(rows=Fraction(1), which="all")),
+        ("dense:0.01, which=background", "bf16", config.Compression(dense=Fraction(1, 100), wire="bf16")),
+        ("which=all", "fp8", config.Compression(which="all", wire="fp8")),
+        ("", "fp32", config.Compression()),
+    ],
+)
+def test_what_compression_is_asked_for(text: str, wire: str, asked: config.Compression):
+    flags = {"FREESCALE_COMPRESS": text, "FREESCALE_WIRE": wire, "FREESCALE_DENSE": "allreduce"}
+    assert load(environ={**LOSSY, **flags}).compression() == asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"COMPRESS": "rows:0"}, "FREESCALE_COMPRESS: the share in 'rows:0' must be more than 0 and at most 1"),
+        ({"COMPRESS": "rows:-1"}, "FREESCALE_COMPRESS: the share in 'rows:-1' must be more than 0 and at most 1"),
+        ({"COMPRESS": "dense:1.5"}, "FREESCALE_COMPRESS: the share in 'dense:1.5' must be more than 0 and at most 1"),
+        ({"COMPRESS": "rows:few"}, "FREESCALE_COMPRESS: the share in 'rows:few' must be a number"),
+        ({"COMPRESS": "rows:nan"}, "FREESCALE_COMPRESS: the share in 'rows:nan' must be a number"),
+        ({"COMPRESS": "columns:0.1"}, f"{FORM}, found 'columns:0.1'"),
+        ({"COMPRESS": "rows"}, f"{FORM}, found 'rows'"),
+        ({"COMPRESS": "rows=0.1"}, f"{FORM}, found 'rows=0.1'"),
+        ({"COMPRESS": "rows:0.1,which=urgent"}, f"{FORM}, found 'which=urgent'"),
+        ({"COMPRESS": "rows:0.1,rows:0.2"}, "FREESCALE_COMPRESS says rows twice: 'rows:0.1,rows:0.2'"),
+        ({"WIRE": "fp4"}, "FREESCALE_WIRE must be one of fp32, fp16, bf16, fp8, found 'fp4'"),
+        ({"COMPRESS": "rows:0.1", "PASSES": "all"}, f"FREESCALE_COMPRESS {NAME_IT}all,compress_exchange"),
+        ({"WIRE": "fp16", "PASSES": "all"}, f"FREESCALE_WIRE {NAME_IT}all,compress_exchange"),
+        ({"WIRE": "fp16", "PASSES": "split_exchanges"}, f"FREESCALE_WIRE {NAME_IT}...,compress_exchange"),
+        ({"COMPRESS": "rows:0.1", "WIRE": "fp16"}, "FREESCALE_COMPRESS=rows:0.1 picks values of rows and "
+         "FREESCALE_WIRE=fp16 rounds them; rows can have one of the two"),
+        ({"COMPRESS": "dense:0.1"}, "FREESCALE_COMPRESS=dense:0.1: dense gradients are compressed where the graph "
+         "averages them; set FREESCALE_DENSE=allreduce"),
+        ({"STRICT": "1"}, "strict refuses a lossy pass without an explicit ratio: set FREESCALE_COMPRESS or "
+         "FREESCALE_WIRE, or leave compress_exchange out of FREESCALE_PASSES"),
+    ],
+)  # fmt: skip
+def test_compression_that_is_refused(flags: dict[str, str], sentence: str):
+    with pytest.raises(ConfigError) as error:
+        load(environ={**LOSSY, **{f"FREESCALE_{k}": v for k, v in flags.items()}})
     assert str(error.value) == sentence
 
 

@@ -1,0 +1,184 @@
+"""What travels in place of rows, where a graph was told to compress them. These definitions decide what is correct.
+
+A *packing* is a text in the graph:
+
+    largest:NUM/DEN:ROWS   of n rows to a peer, the largest values: n * NUM // DEN *entries* of 6 bytes, a float32 and
+                           where it belongs; the others arrive as zeros
+    fp16, bf16             every value, rounded to nearest
+    fp8                    every value as e4m3, with a float32 scale for each row; rounded to nearest
+    fp8:stochastic         the same, rounded up or down so that the mean is right
+
+Both sides know all sizes from the counts that the plan has, so nothing else needs to be sent, asked or waited for.
+
+`largest` cuts what goes to a peer, its *slab*, into blocks of ROWS rows; the last may be shorter. The block from row a
+to row b of the slab has b * NUM // DEN - a * NUM // DEN entries. They hold its values of largest magnitude (of equal
+ones, those that come first; infinities and NaN count as the largest, so a failure stays visible), in the order of their
+places. An entry is three int16: the value's two halves, and its place in the block as an unsigned number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+ENTRY_BYTES = 6
+MAX_BLOCK = 65536  # values: places are 16-bit numbers
+_PLACES = MAX_BLOCK - 1
+WIDE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_MASK = 0xFFFFFFFF
+FP8_MAX = 448.0
+_SMALLEST_SCALE = 0x00800000  # the smallest normal float32, as bits
+
+
+@dataclass(frozen=True)
+class Packing:
+    kind: str  # "largest", "fp16", "bf16" or "fp8"
+    num: int = 1
+    den: int = 1
+    block_rows: int = 1
+    stochastic: bool = False
+
+    def __str__(self) -> str:
+        if self.kind == "largest":
+            return f"largest:{self.num}/{self.den}:{self.block_rows}"
+        return f"{self.kind}:stochastic" if self.stochastic else self.kind
+
+
+@cache
+def parse(text: str) -> Packing:
+    kind, *rest = text.split(":")
+    if kind == "largest" and len(rest) == 2:
+        num, den = map(int, rest[0].split("/"))
+        return Packing(kind, num, den, int(rest[1]))
+    if kind in WIDE_TYPES and not rest or kind == "fp8" and rest in ([], ["stochastic"]):
+        return Packing(kind, stochastic=bool(rest))
+    raise ValueError(f"freescale: there is no packing {text!r}")
+
+
+def row_bytes(packing: Packing, dim: int) -> int:
+    """Of a packed row; of `largest`, of an entry."""
+    if packing.kind == "largest":
+        return ENTRY_BYTES
+    return (dim + 3) // 4 * 4 + 4 if packing.kind == "fp8" else 2 * dim
+
+
+def packed_counts(counts: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """How many packed rows stand for so many rows to or from each peer."""
+    return counts * packing.num // packing.den if packing.kind == "largest" else counts
+
+
+# ---- the largest values ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Of all slabs, in order; each an int64 tensor."""
+
+    first_row: torch.Tensor
+    rows: torch.Tensor
+    entries: torch.Tensor
+
+
+def blocks_of(counts: torch.Tensor, packing: Packing) -> Blocks:
+    height = packing.block_rows
+    n_blocks = (counts + height - 1) // height
+    slab = torch.repeat_interleave(n_blocks)
+    begin = (torch.arange(slab.shape[0]) - (n_blocks.cumsum(0) - n_blocks)[slab]) * height  # in the slab
+    end = torch.minimum(begin + height, counts[slab])
+    entries = packed_counts(end, packing) - packed_counts(begin, packing)
+    return Blocks((counts.cumsum(0) - counts)[slab] + begin, end - begin, entries)
+
+
+def compress(x: torch.Tensor, counts: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """uint8 [entries, 6]."""
+    blocks, dim = blocks_of(counts, packing), x.shape[1]
+    total, most = int(blocks.entries.sum()), int(blocks.entries.max()) if blocks.entries.numel() else 0
+    if total == 0:
+        return x.new_empty((0, ENTRY_BYTES), dtype=torch.uint8)
+    flat, place = x.reshape(-1), torch.arange(packing.block_rows * dim, device=x.device)
+    first, sizes, entries = ((t * f).to(x.device)[:, None] for t, f in
+                             ((blocks.first_row, dim), (blocks.rows, dim), (blocks.entries, 1)))  # fmt: skip
+    inside = place < sizes
+    bits = flat.view(torch.int32)[torch.where(inside, first + place, 0)] & 0x7FFFFFFF
+    # One number for magnitude and place, so that no two are equal.
+    key = torch.where(inside, (bits.long() << 16) | (_PLACES - place), -1)
+    chosen = _PLACES - (key.topk(most, dim=1).values & _PLACES)
+    kept = torch.arange(most, device=x.device) < entries
+    places = torch.where(kept, chosen, MAX_BLOCK).sort(dim=1).values
+    values = flat[(first + places)[kept]]
+    low, high = values.view(torch.int16).view(-1, 2).unbind(1)
+    return torch.stack([low, high, _as_int16(places[kept])], dim=1).view(torch.uint8)
+
+
+def _as_int16(place: torch.Tensor) -> torch.Tensor:
+    return torch.where(place < 32768, place, place - 65536).to(torch.int16)
+
+
+def entries_of(
+    packed: torch.Tensor, counts: torch.Tensor, packing: Packing, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the entries belong among the values of all slabs, and their values."""
+    blocks, halves = blocks_of(counts, packing), packed.view(torch.int16)
+    first = torch.repeat_interleave(blocks.first_row * dim, blocks.entries).to(packed.device)
+    return first + (halves[:, 2].long() & 0xFFFF), halves[:, :2].reshape(-1).view(torch.float32)
+
+
+def expand(packed: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, packing: Packing) -> None:
+    """The rows of compress(), with zeros for what did not travel."""
+    places, values = entries_of(packed, counts, packing, out.shape[1])
+    out.zero_().view(-1)[places] = values
+
+
+# ---- fp8 -------------------------------------------------------------------------------------------------------------
+
+
+def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
+    """uint8 [n, dim, to a multiple of 4, and 4]: e4m3 and a scale that makes the row's largest magnitude 448.
+
+    A row with an infinity or NaN arrives as NaN.
+    """
+    n, dim = x.shape
+    if n == 0 or dim == 0:
+        return x.new_empty((n, row_bytes(Packing("fp8"), dim)), dtype=torch.uint8)
+    largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True).view(torch.float32)
+    scale = (largest / FP8_MAX).view(torch.int32).clamp(min=_SMALLEST_SCALE).view(torch.float32)
+    codes = _round_to_e4m3(x / scale, launch_number)
+    padding = codes.new_zeros((n, -dim % 4))
+    return torch.cat([codes, padding, scale.view(torch.uint8)], dim=1)
+
+
+def _round_to_e4m3(y: torch.Tensor, launch_number: int | None) -> torch.Tensor:
+    """Codes of values of at most 448. To nearest, of two as near to the even one; or up with the probability that
+    makes the mean right."""
+    bits = y.view(torch.int32)
+    exponent = ((bits >> 23) & 0xFF).clamp(min=121)  # 2**-6 is the smallest that is normal
+    unit = ((exponent - 3) << 23).view(torch.float32)  # the distance of neighbours
+    steps = y.abs() / unit
+    if launch_number is None:
+        steps = steps.round()
+    else:
+        steps = (steps + _uniform(y, launch_number)).floor()
+    rounded = (steps * unit).clamp(max=FP8_MAX)
+    wide = rounded.view(torch.int32)
+    normal = (wide >> 20) - (120 << 3)
+    code = torch.where(rounded < 2.0**-6, (rounded * 512.0).to(torch.int32), normal)
+    code = torch.where(torch.isnan(y), 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(torch.uint8)
+
+
+def _uniform(y: torch.Tensor, launch_number: int) -> torch.Tensor:
+    """In [0, 1), from a value's place and the number of the launch alone."""
+    h = torch.arange(y.numel(), device=y.device) * 0x9E3779B1 + launch_number * 0x85EBCA77 & _MASK
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & _MASK
+    return ((h ^ (h >> 16)) >> 8).float().mul_(2.0**-24).view(y.shape)
+
+
+def from_fp8(packed: torch.Tensor, out: torch.Tensor) -> None:
+    if out.numel() == 0:
+        return
+    codes = packed[:, : out.shape[1]].contiguous().view(torch.float8_e4m3fn)
+    scale = packed[:, -4:].contiguous().view(torch.float32)
+    torch.mul(codes.to(torch.float32), scale, out=out)

@@ -1,0 +1,126 @@
+"""The largest values of each block of rows, found, packed and put back, in Triton. Definition: compression.py.
+
+One program has a block in registers. The magnitudes are compared as the bits of their absolute values, which are in the
+same order; a bisection of these 31 bits finds the smallest magnitude that is kept, one bit at a time, without sorting;
+of those that are equal to it the first are kept. Everything is read once and written once. Nothing waits for the
+device: where the slabs are is known on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from freescale.compat.triton_launch import launch
+from freescale.kernels import compression
+from freescale.kernels.compression import ENTRY_BYTES, Packing
+
+
+@triton.jit
+def _place(slabs, n_slabs, NUM: tl.constexpr, DEN: tl.constexpr, HEIGHT: tl.constexpr, SLABS: tl.constexpr):
+    """First row, rows, first entry and entries of this program's block. `slabs`: the first block, first row, rows and
+    first entry of each slab."""
+    block = tl.program_id(0).to(tl.int64)
+    slab = tl.arange(0, SLABS)
+    first_blocks = tl.load(slabs + slab, mask=slab < n_slabs, other=0x7FFFFFFFFFFFFFFF)
+    mine = tl.max(tl.where(first_blocks <= block, slab, 0), 0)
+    begin = (block - tl.load(slabs + mine)) * HEIGHT
+    rows = tl.load(slabs + 2 * n_slabs + mine)
+    end = tl.minimum(begin + HEIGHT, rows)
+    skipped = begin * NUM // DEN
+    first_entry = tl.load(slabs + 3 * n_slabs + mine) + skipped
+    return tl.load(slabs + n_slabs + mine) + begin, end - begin, first_entry, (end * NUM // DEN - skipped).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["n_slabs"])
+def _compress(
+    x, slabs, out, n_slabs, DIM: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, HEIGHT: tl.constexpr,
+    SLABS: tl.constexpr, VALUES: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    row, rows, first_entry, entries = _place(slabs, n_slabs, NUM, DEN, HEIGHT, SLABS)
+    place = tl.arange(0, VALUES)
+    inside = place < rows * DIM
+    bits = tl.load(x + row * DIM + place, mask=inside, other=0)
+    size = tl.where(inside, bits & 0x7FFFFFFF, -1)
+    limit = 0
+    for i in range(31):
+        higher = limit | (1 << (30 - i))
+        enough = tl.sum((size >= higher).to(tl.int32), 0) >= entries
+        limit = tl.where(enough, higher, limit)
+    above, equal = size > limit, size == limit
+    spare = entries - tl.sum(above.to(tl.int32), 0)
+    kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
+    kept = kept & (entries > 0)
+    entry = first_entry + tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(out + entry * 3, (bits & 0xFFFF).to(tl.int16), mask=kept)
+    tl.store(out + entry * 3 + 1, ((bits >> 16) & 0xFFFF).to(tl.int16), mask=kept)
+    tl.store(out + entry * 3 + 2, place.to(tl.int16), mask=kept)
+    if CLEAR:
+        tl.store(x + row * DIM + place, tl.zeros_like(bits), mask=kept)
+
+
+@triton.jit(do_not_specialize=["n_slabs"])
+def _expand(
+    packed, slabs, out, n_slabs, DIM: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, HEIGHT: tl.constexpr,
+    SLABS: tl.constexpr, ENTRIES: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    row, rows, first_entry, entries = _place(slabs, n_slabs, NUM, DEN, HEIGHT, SLABS)
+    for first in range(0, entries, ENTRIES):
+        nth = first + tl.arange(0, ENTRIES)
+        there = nth < entries
+        entry = packed + (first_entry + nth) * 3
+        low = tl.load(entry, mask=there, other=0).to(tl.int32) & 0xFFFF
+        high = tl.load(entry + 1, mask=there, other=0).to(tl.int32) << 16
+        place = tl.load(entry + 2, mask=there, other=0).to(tl.int32) & 0xFFFF
+        value = (high | low).to(tl.float32, bitcast=True)
+        target = out + row * DIM + place
+        if ADD:
+            value += tl.load(target, mask=there, other=0.0)
+        tl.store(target, value, mask=there)
+
+
+def _slabs(counts: torch.Tensor, packing: Packing, device: torch.device) -> tuple[torch.Tensor, int]:
+    """For `_place`, and the number of blocks. The copy to the device is put on the stream."""
+    blocks = (counts + packing.block_rows - 1) // packing.block_rows
+    entries = compression.packed_counts(counts, packing)
+    table = torch.cat([blocks.cumsum(0) - blocks, counts.cumsum(0) - counts, counts, entries.cumsum(0) - entries])
+    if device.type == "cuda":
+        table = table.pin_memory().to(device, non_blocking=True)
+    return table, int(blocks.sum())
+
+
+def compress(x: torch.Tensor, counts: torch.Tensor, packing: Packing, clear: bool = False) -> torch.Tensor:
+    """As compression.compress; `clear`: what was taken becomes zero in `x`."""
+    dim, n = x.shape[1], int(compression.packed_counts(counts, packing).sum())
+    out = x.new_empty((n, ENTRY_BYTES), dtype=torch.uint8)
+    if n:
+        slabs, blocks = _slabs(counts, packing, x.device)
+        values = triton.next_power_of_2(packing.block_rows * dim)
+        constants = dim, packing.num, packing.den, packing.block_rows, _power(counts), values, clear
+        launch(
+            _compress, (blocks,), x.view(torch.int32), slabs, out.view(torch.int16), counts.shape[0], *constants,
+            num_warps=min(32, max(1, values // 256)),
+        )  # fmt: skip
+    return out
+
+
+def expand(
+    packed: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, packing: Packing, add: bool = False
+) -> None:
+    """As compression.expand; `add`: to what stands there."""
+    if not add:
+        out.zero_()
+    if packed.shape[0]:
+        slabs, blocks = _slabs(counts, packing, out.device)
+        dim = out.shape[1]
+        most = min(1024, max(16, triton.next_power_of_2(packing.block_rows * packing.num // packing.den + 1)))
+        constants = dim, packing.num, packing.den, packing.block_rows, _power(counts), most, add
+        launch(
+            _expand, (blocks,), packed.view(torch.int16), slabs, out, counts.shape[0], *constants,
+            num_warps=min(8, max(1, most // 128)),
+        )  # fmt: skip
+
+
+def _power(counts: torch.Tensor) -> int:
+    return max(2, triton.next_power_of_2(counts.shape[0]))

@@ -1,0 +1,156 @@
+"""What compressed averages of dense gradients have not sent yet: a tensor for each parameter and rank, its *error*.
+
+It is added to the parameter's next gradient, so that everything arrives, only later. It is part of the training's state
+and belongs into checkpoints: after a step of the optimizer it stands in its state, `optimizer.state[p]`, as
+"freescale_error" beside "freescale_error_rank". From then on the state is what counts: whatever load_state_dict puts
+there is used from the next backward pass on. A state without an error, or with that of another rank, begins at zero.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from freescale.compat import module_state
+
+log = logging.getLogger(__name__)
+
+ERROR, RANK = "freescale_error", "freescale_error_rank"
+
+
+class ParameterError:
+    """Of one parameter."""
+
+    def __init__(self, name: str, parameter: torch.Tensor | None) -> None:
+        self.name = name
+        self.parameter = None if parameter is None else weakref.ref(parameter)
+        self.error: torch.Tensor | None = None
+        self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self.in_state = False  # whether it stood in the optimizer's state, when last looked at
+        self._searched = False
+
+    def current(self, gradient: torch.Tensor, rank: int) -> torch.Tensor:
+        """The tensor itself, to be changed in place; of the gradient's shape."""
+        if not self._searched:
+            self._searched = True
+            self._find_optimizer()
+        state = self._state()
+        if state is not None and state.get(ERROR) is not None:
+            if not self.in_state or state[ERROR] is not self.error:
+                self.error = self._loaded(state, gradient, rank)
+            self.in_state = True
+        elif self.in_state:  # the state was replaced by one that has none
+            self.error, self.in_state = None, False
+        if self.error is None:
+            self.error = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
+        return self.error
+
+    def put_into_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, rank: int) -> None:
+        if self.error is not None:
+            optimizer.state[parameter].update({ERROR: self.error, RANK: rank})
+            self.optimizer, self.in_state = weakref.ref(optimizer), True
+
+    def _state(self) -> dict[str, Any] | None:
+        optimizer = None if self.optimizer is None else self.optimizer()
+        parameter = None if self.parameter is None else self.parameter()
+        if optimizer is None or parameter is None or parameter not in optimizer.state:
+            return None
+        return optimizer.state[parameter]  # type: ignore[no-any-return]
+
+    def _find_optimizer(self) -> None:
+        """One that was made, and perhaps loaded, before the first step."""
+        parameter = None if self.parameter is None else self.parameter()
+        for optimizer in module_state.live_optimizers() if parameter is not None else ():
+            if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
+                self.optimizer = weakref.ref(optimizer)
+
+    def _loaded(self, state: dict[str, Any], gradient: torch.Tensor, rank: int) -> torch.Tensor | None:
+        if int(state.get(RANK, rank)) != rank:
+            _say_that_it_is_another_ranks(rank, int(state[RANK]))
+            state.pop(ERROR)
+            return None
+        loaded: torch.Tensor = state[ERROR]
+        if loaded.shape != gradient.shape or loaded.dtype != gradient.dtype or not loaded.is_contiguous():
+            raise RuntimeError(
+                f"freescale: the error of {self.name} in the optimizer's state was expected to be a contiguous "
+                f"{gradient.dtype} {list(gradient.shape)}, found {loaded.dtype} {list(loaded.shape)}"
+            )
+        return loaded
+
+
+_by_parameter: dict[int, ParameterError] = {}  # by identity
+_by_name: dict[str, ParameterError] = {}
+_times_registered: Counter[str] = Counter()
+
+
+def register(parameter: torch.Tensor, preferred_name: str) -> str:
+    """The name under which an op finds the parameter's error: another one where a parameter of another model of this
+    process has had it. The same on every rank if all make their models in the same order."""
+    _keep_errors_in_states()
+    known = _of(parameter, preferred_name)
+    if _by_name.get(known.name) is known:
+        return known.name
+    _times_registered[preferred_name] += 1
+    times = _times_registered[preferred_name]
+    known.name = preferred_name if times == 1 else f"{preferred_name}#{times}"
+    _by_name[known.name] = known
+    return known.name
+
+
+def bind(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+    """A graph is about to run, with these parameters under its names: where two models share a graph, those of the one
+    whose step it is."""
+    for name, parameter in zip(names, parameters, strict=True):
+        known = _by_name[name].parameter
+        if known is None or known() is not parameter:
+            _by_name[name] = _of(parameter, name)
+
+
+def _of(parameter: torch.Tensor, name: str) -> ParameterError:
+    key = id(parameter)
+    known = _by_parameter.get(key)
+    if known is None or known.parameter is None or known.parameter() is not parameter:
+        known = _by_parameter[key] = ParameterError(name, parameter)
+    return known
+
+
+def errors_of(names: Sequence[str], gradients: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    """To be changed in place."""
+    global _rank
+    _rank = rank
+    for name in names:
+        if name not in _by_name:
+            _by_name[name] = ParameterError(name, None)
+    return [_by_name[n].current(g, rank) for n, g in zip(names, gradients, strict=True)]
+
+
+_rank = 0  # in the group whose launch was last
+
+
+@cache
+def _keep_errors_in_states() -> None:
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in parameters:
+            known = _by_parameter.get(id(p))
+            # Never before the optimizer has a state of its own: some take any state for a complete one.
+            if p.grad is not None and known is not None and known.parameter is not None and known.parameter() is p:
+                known.put_into_state(optimizer, p, _rank)
+
+    register_optimizer_step_post_hook(after_step)
+
+
+@cache
+def _say_that_it_is_another_ranks(rank: int, other: int) -> None:
+    log.warning(
+        "freescale: rank %d was given the optimizer's state of rank %d; what that rank had not sent yet is left out. "
+        "Save and load the optimizer's state on every rank",
+        rank, other,
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""The average of dense gradients of which only the largest values travel; the others wait for a later step.
+
+To its part of a bucket each rank adds what it has not sent yet (dense_error.py), sends the largest values of each block
+(compression.py) to all others, and keeps the rest. All ranks add up what all have sent, in the order of ranks: the same
+numbers everywhere.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from freescale.compat import distributed, dynamo
+from freescale.kernels import compression, dense_error, row_packing
+from freescale.kernels.ops.schemas import lib
+from freescale.kernels.transports import launch_record
+
+
+def all_reduce_launch_packed(gradients, parameters, group_name, packing):
+    group, packing = distributed.group_by_name(group_name), compression.parse(packing)
+    with launch_record.profiler_range("launch", launch_record.DENSE):
+        errors = dense_error.errors_of(parameters.split(", "), gradients, group.rank())
+        sent = pack_with_error(gradients, errors, packing)
+        received = sent.new_empty((group.size(), *sent.shape))
+        work = distributed.start_all_gather(received.view(-1), sent.view(-1), group)
+    out = torch.empty(sum(g.numel() for g in gradients), device=sent.device)
+    size, then = (group.size() - 1) * sent.nbytes, partial(average, received, out, packing)
+    recorded = launch_record.RecordedWork(work, launch_record.DENSE, out, group, size, then)
+    distributed.register_work(out, recorded)
+    return out
+
+
+def pack_with_error(
+    gradients: list[torch.Tensor], errors: list[torch.Tensor], packing: compression.Packing
+) -> torch.Tensor:
+    """What is sent of gradients and errors; `errors` becomes the rest. Nothing is lost and nothing is rounded, but for
+    the sum of the two. What is not finite and has no place in this message is dropped: it would never go away."""
+    flat = torch.cat([(g + e).reshape(-1) for g, e in zip(gradients, errors, strict=True)])
+    sent = row_packing.take_largest(flat[:, None], torch.tensor([flat.shape[0]]), packing, clear=True)
+    flat.nan_to_num_(0.0, 0.0, 0.0)
+    for error, rest in zip(errors, flat.split([e.numel() for e in errors]), strict=True):
+        error.copy_(rest.view(error.shape))
+    return sent
+
+
+def average(received: torch.Tensor, out: torch.Tensor, packing: compression.Packing) -> None:
+    if received.is_cuda:
+        received.record_stream(torch.cuda.current_stream(received.device))  # it may not be the one of the launch
+    with torch.no_grad():
+        out.zero_()
+        for sent in received:  # by rank
+            row_packing.put_back(sent, out[:, None], torch.tensor([out.shape[0]]), packing, add=True)
+        out.mul_(1.0 / received.shape[0])
+
+
+# untraced: where a user's graph breaks, Dynamo must not try to compile the inside of an op
+lib.impl("all_reduce_launch_packed", dynamo.untraced(all_reduce_launch_packed), "CompositeExplicitAutograd")

@@ -1,0 +1,247 @@
+"""compress_exchange: what becomes of launches, what it refuses, and training with it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from fractions import Fraction
+from unittest import mock
+
+import expecttest
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fake_world import fake_world, graphs_of
+from freescale.compat import version
+from freescale.config import Config
+from freescale.kernels import compression, reference, row_packing
+from freescale.passes.compress_exchange import DENSE_BLOCK, dense_packing
+from ranks import RankFailed, run_ranks, run_ranks_apart
+
+LOSSY = {"passes": "all,compress_exchange", "codegen": "eager"}
+
+
+class Model(nn.Module):
+    def __init__(self, dim: int = 8, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        import freescale
+
+        torch.manual_seed(0)
+        self.table = freescale.ShardedEmbedding(97, dim, name="item", optimizer="rowwise_adagrad", lr=0.1, dtype=dtype)
+        self.out = nn.Linear(dim, dim, dtype=dtype)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        found = self.table(batch["item"])
+        return (torch.tanh(self.out(found)) * found).sum() / 8
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def _lines(options, dtype=torch.float32):
+    def step():
+        with fake_world(0, 4):
+            run = torch.compile(Model(dtype=dtype), backend="freescale", fullgraph=True, options={**LOSSY, **options})
+            run({"item": torch.arange(7)}).backward()
+
+    found = graphs_of(step)
+    return {
+        (way, name): "\n".join(line for line in text.splitlines() if "launch" in line)
+        for (way, name), text in found.items()
+    } | {("whole", name): text for (way, name), text in found.items() if way == "forward"}
+
+
+@pytest.mark.skipif(version.torch_version() < "2.13", reason="2.11 and 2.12 number the same nodes differently")
+class Golden(expecttest.TestCase):
+    maxDiff = None
+
+    @classmethod
+    def setUpClass(cls):
+        dense = {"dense": "allreduce", "compress": "rows:0.5,dense:0.1,which=all", "strict": True}
+        wire = {"compress": "which=all", "wire": "fp8", "strict": True}
+        cls.largest, cls.wire, cls.background = run_ranks_apart(_lines, [(dense,), (wire,), ({"compress": "rows:0.5"},)])
+
+    def test_largest(self):
+        self.assertExpectedInline(self.largest["forward", "compress_exchange"], """\
+all_to_all_rows_launch_default = freescale.all_to_all_rows_launch_packed(primals_6, getitem_4, getitem_5, getitem_3, sym_size_int_1, 0, item, 0, largest:8/3:128)  # float32[u0, 8]; urgent rows, chunk, 6*floor(8*u0/3) bytes
+wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_rows_launch_default)  # float32[u0, 8]""")
+        self.assertExpectedInline(self.largest["backward", "compress_exchange"], """\
+all_reduce_launch_default = freescale.all_reduce_launch_packed([view_2, mm_1], out.bias, out.weight, 0, largest:1/15:72)  # float32[72]; dense gradients, dense, 72 bytes
+all_to_all_launch_default = freescale.all_to_all_launch_packed(div_2, getitem_3, getitem_5, sym_size_int_2, 0, item, 0, largest:8/3:128)  # float32[u1, 8]; urgent gradients, chunk, 6*floor(8*u1/3) bytes
+wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u1, 8]
+wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_launch_default)  # float32[72]""")
+
+    def test_wire(self):
+        self.assertExpectedInline(self.wire["forward", "compress_exchange"], """\
+all_to_all_rows_launch_default = freescale.all_to_all_rows_launch_packed(primals_6, getitem_4, getitem_5, getitem_3, sym_size_int_1, 0, item, 0, fp8)  # float32[u0, 8]; urgent rows, chunk, 12*u0 bytes
+wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_rows_launch_default)  # float32[u0, 8]""")
+        self.assertExpectedInline(self.wire["backward", "compress_exchange"], """\
+all_to_all_launch_default = freescale.all_to_all_launch_packed(div_2, getitem_3, getitem_5, sym_size_int_2, 0, item, 0, fp8:stochastic)  # float32[u1, 8]; urgent gradients, chunk, 12*u1 bytes
+wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u1, 8]""")
+
+    def test_urgent_stays_exact(self):
+        """Without a LookaheadLoader everything is urgent."""
+        before, after = (self.background["whole", n] for n in ("bucket_gradients", "compress_exchange"))
+        assert before == after
+
+
+def test_a_pass_without_a_share_changes_nothing():
+    (found,) = run_ranks_apart(_lines, [({},)])
+    assert found["whole", "bucket_gradients"] == found["whole", "compress_exchange"]
+
+
+def test_a_pass_without_a_share_says_so(caplog):
+    module = sys.modules["freescale.passes.compress_exchange"]
+    module._say_that_nothing_is_lost.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert module.compress_exchange(torch.fx.symbolic_trace(nn.Identity()), Config(passes="compress_exchange")) == 0
+    assert "without a share (FREESCALE_COMPRESS) or a type (FREESCALE_WIRE): everything travels as it is" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "sentence"),
+    [
+        ({"compress": "rows:0.5,which=all"}, torch.bfloat16, "urgent rows of item are bfloat16: only float32 is compressed"),
+        ({"wire": "fp16", "compress": "which=all"}, torch.float64, "urgent rows of item are float64: only float32 is compressed"),
+        ({"wire": "fp16", "passes": "find_exchanges,compress_exchange"}, torch.float32,
+         "urgent rows of item is in one piece: compress_exchange needs the pass split_exchanges"),
+        ({"compress": "dense:0.5", "dense": "allreduce", "passes": "find_exchanges,split_exchanges,compress_exchange"},
+         torch.float32, "the gradient of out.weight is in no bucket: compress_exchange needs bucket_gradients"),
+    ],
+)  # fmt: skip
+def test_refused(options, dtype, sentence):
+    with pytest.raises(RankFailed) as error:
+        run_ranks_apart(_lines, [({"strict": True, **options}, dtype)])
+    assert sentence in str(error.value)
+
+
+def test_every_block_of_dense_gradients_sends_something():
+    for share in (Fraction(1, 2), Fraction(1, 100), Fraction(1, 10**5)):
+        for n in (1, 7, 8192, 8193, 12345, 10**6 + 1, 2**26 + 1):
+            packing = dense_packing(n, share)
+            blocks = compression.blocks_of(torch.tensor([n]), packing)
+            assert int(blocks.entries.min()) >= 1 and packing.block_rows <= 65536, (share, n)
+            if n > 10 * DENSE_BLOCK and share == Fraction(1, 100):
+                assert int(blocks.entries.sum()) * 6 <= share * n * 4
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def _batches(steps):
+    rank = dist.get_rank()
+    for step in range(steps):
+        g = torch.Generator().manual_seed(100 * step + rank)
+        yield {"item": torch.randint(0, 97, (5 + (7 * step + rank) % 30,), generator=g)}
+
+
+def _train(options, ahead, steps=8):
+    import freescale
+
+    torch._dynamo.reset()
+    model = Model()
+    run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager", **options})
+    optimizer = torch.optim.SGD(model.out.parameters(), lr=0.05)
+    losses, batches = [], _batches(steps)
+    for batch in freescale.LookaheadLoader(batches, run) if ahead else batches:
+        optimizer.zero_grad()
+        loss = run(batch)
+        loss.backward()
+        for p in model.out.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {n: t.clone() for n, t in model.state_dict().items()}
+
+
+class Simulated:
+    """Exact launches of what the definition makes of the rows: the same training, written another way."""
+
+    def __init__(self, packings, which):
+        self.packings, self.which, self.on, self.numbers = packings, which, True, {}
+        self.launch = reference._launch
+
+    def __call__(self, what, x, send_counts, recv_counts, n_recv, priority, table, group_name):
+        if self.on and (self.which == "all" or priority != 0):
+            self.numbers[what, priority] = self.numbers.get((what, priority), 0) + 1
+            packed = row_packing.pack(self.packings[what], x, send_counts, send_counts, self.numbers[what, priority])
+            x = torch.empty_like(x)
+            packed.unpack(packed.x, x)
+        return self.launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name)
+
+
+def _equals_a_simulation(options, which, rows, gradients):
+    from freescale.kernels import packed_launches
+    from freescale.runtime.lookahead import late_gradients
+
+    for ahead in (False, True):
+        packed_launches._launches.clear()
+        got = _train({"passes": "all,compress_exchange", "strict": True, **options}, ahead)
+        packed_launches._launches.clear()
+        again = _train({"passes": "all,compress_exchange", "strict": True, **options}, ahead)
+        simulated = Simulated({"rows": rows, "gradients": gradients}, which)
+        apply = late_gradients.apply
+
+        def apply_exactly(*args, simulated=simulated, apply=apply):
+            simulated.on = False  # what is pending at the end of a loop travels as it is
+            apply(*args)
+            simulated.on = True
+
+        with mock.patch.object(reference, "_launch", simulated), mock.patch.object(late_gradients, "apply", apply_exactly):
+            expected = _train({"strict": True}, ahead)
+        exact = _train({"strict": True}, ahead)
+        assert got[0] == again[0] and all(torch.equal(t, again[1][n]) for n, t in got[1].items())
+        assert got[0] == expected[0] and all(torch.equal(t, expected[1][n]) for n, t in got[1].items())
+        assert (got[0] == exact[0]) == (which == "background" and not ahead)
+        shared = [got[1]["out.weight"].clone()]
+        dist.all_reduce(shared[0])
+        assert torch.equal(shared[0], got[1]["out.weight"] * dist.get_world_size())
+
+
+CASES = {
+    "background": ({"compress": "rows:0.3"}, "background", "largest:8/5:128", "largest:8/5:128"),
+    "all": ({"compress": "rows:0.3,which=all"}, "all", "largest:8/5:128", "largest:8/5:128"),
+    "fp8": ({"wire": "fp8", "compress": "which=all"}, "all", "fp8", "fp8:stochastic"),
+    "bf16": ({"wire": "bf16"}, "background", "bf16", "bf16"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_a_simulation(case):
+    run_ranks(_equals_a_simulation, 2, *CASES[case])
+
+
+@pytest.mark.slow
+def test_training_equals_a_simulation_on_four_ranks():
+    run_ranks(_equals_a_simulation, 4, *CASES["background"])
+
+
+def _generated_code():
+    """What Inductor makes of it: buffers are kept as long as they are needed."""
+    options = {"passes": "all,compress_exchange", "compress": "rows:0.3,which=all"}
+    for ahead in (False, True):
+        got = _train({**options, "codegen": "inductor"}, ahead)
+        expected = _train(options, ahead)
+        assert torch.allclose(torch.tensor(got[0]), torch.tensor(expected[0]), rtol=1e-4)
+
+
+def test_generated_code_trains_alike():
+    run_ranks(_generated_code, 2)
+
+
+def _bytes():
+    from freescale.kernels.transports import launch_record
+
+    sent = {}
+    for name, options in (("exact", {}), ("less", {"passes": "all,compress_exchange", "compress": "rows:0.1,which=all"})):
+        launch_record.records.clear()
+        _train(options, False)
+        sent[name] = sum(r.bytes for r in launch_record.records if " of item" in r.label)
+    return sent
+
+
+def test_records_have_the_bytes_that_travel():
+    for sent in run_ranks(_bytes, 2):
+        assert 0.08 * sent["exact"] < sent["less"] <= 0.1 * sent["exact"]
