@@ -43,11 +43,13 @@ def _compress(
     inside = place < rows * DIM
     bits = tl.load(x + row * DIM + place, mask=inside, other=0)
     size = tl.where(inside, bits & 0x7FFFFFFF, -1)
-    limit = 0
-    for i in range(31):
-        higher = limit | (1 << (30 - i))
-        enough = tl.sum((size >= higher).to(tl.int32), 0) >= entries
-        limit = tl.where(enough, higher, limit)
+    limit, bit, found = 0, 30, VALUES + 1
+    while (bit >= 0) & (found != entries):  # as soon as a limit leaves just as many, the bits below do not matter
+        higher = limit | (1 << bit)
+        left = tl.sum((size >= higher).to(tl.int32), 0)
+        limit = tl.where(left >= entries, higher, limit)
+        found = tl.where(left >= entries, left, found)
+        bit -= 1
     above, equal = size > limit, size == limit
     spare = entries - tl.sum(above.to(tl.int32), 0)
     kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
@@ -63,9 +65,13 @@ def _compress(
 @triton.jit(do_not_specialize=["n_slabs"])
 def _expand(
     packed, slabs, out, n_slabs, DIM: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, HEIGHT: tl.constexpr,
-    SLABS: tl.constexpr, ENTRIES: tl.constexpr, ADD: tl.constexpr,
+    SLABS: tl.constexpr, VALUES: tl.constexpr, ENTRIES: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     row, rows, first_entry, entries = _place(slabs, n_slabs, NUM, DEN, HEIGHT, SLABS)
+    if not ADD:
+        everything = tl.arange(0, VALUES)
+        tl.store(out + row * DIM + everything, tl.zeros([VALUES], tl.float32), mask=everything < rows * DIM)
+        tl.debug_barrier()  # other threads of the block write over these zeros
     for first in range(0, entries, ENTRIES):
         nth = first + tl.arange(0, ENTRIES)
         there = nth < entries
@@ -100,7 +106,7 @@ def compress(x: torch.Tensor, counts: torch.Tensor, packing: Packing, clear: boo
         constants = dim, packing.num, packing.den, packing.block_rows, _power(counts), values, clear
         launch(
             _compress, (blocks,), x.view(torch.int32), slabs, out.view(torch.int16), counts.shape[0], *constants,
-            num_warps=min(32, max(1, values // 256)),
+            num_warps=min(32, max(1, values // 1024)),  # one warp adds up without waiting for others
         )  # fmt: skip
     return out
 
@@ -109,16 +115,17 @@ def expand(
     packed: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, packing: Packing, add: bool = False
 ) -> None:
     """As compression.expand; `add`: to what stands there."""
-    if not add:
+    if packed.shape[0] == 0 and not add:
         out.zero_()
     if packed.shape[0]:
         slabs, blocks = _slabs(counts, packing, out.device)
         dim = out.shape[1]
+        values = triton.next_power_of_2(packing.block_rows * dim)
         most = min(1024, max(16, triton.next_power_of_2(packing.block_rows * packing.num // packing.den + 1)))
-        constants = dim, packing.num, packing.den, packing.block_rows, _power(counts), most, add
+        constants = dim, packing.num, packing.den, packing.block_rows, _power(counts), values, most, add
         launch(
             _expand, (blocks,), packed.view(torch.int16), slabs, out, counts.shape[0], *constants,
-            num_warps=min(8, max(1, most // 128)),
+            num_warps=min(8, max(1, values // 512)),
         )  # fmt: skip
 
 

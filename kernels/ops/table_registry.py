@@ -67,7 +67,7 @@ def register(table: RegisteredTable, preferred_name: str) -> str:
 
 def count_lookup(name: str) -> None:
     """A forward pass has begun to look up rows."""
-    table = _tables.get(name)
+    table: Any = _tables.get(name)
     if hasattr(table, "count_lookup"):
         table.count_lookup()
 

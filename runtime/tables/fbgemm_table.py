@@ -113,8 +113,8 @@ class FbgemmTable:
 
     def set_settings(self, settings: tuple[Any, float, int] | None) -> None:
         if settings is not None:
-            *optimizer_settings, count = settings
-            fbgemm.set_optimizer_settings(self.emb, optimizer_settings)
+            args, lr, count = settings
+            fbgemm.set_optimizer_settings(self.emb, (args, lr))
             if self._is_adam:
                 fbgemm.set_lookup_count(self.emb, count)
 
