@@ -9,7 +9,10 @@ All variants have the same targets, every item but the first of a history; they 
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import statistics
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +95,17 @@ def recall(users: list[torch.Tensor], variant: str, seed: int, epochs: int) -> f
     return hits / len(users)
 
 
+def _recall(path: Path, variant: str, seed: int, epochs: int) -> float:
+    torch.set_num_threads(1)
+    return recall(load(path), variant, seed, epochs)
+
+
 def quality(path: Path, seeds: int, epochs: int) -> list[dict[str, Any]]:
-    users, found = load(path), {variant: [] for variant in VARIANTS}  # type: dict[str, list[float]]
-    for seed in range(seeds):
-        for variant in VARIANTS:
-            found[variant].append(recall(users, variant, seed, epochs))
-    return [summary(variant, each) for variant, each in found.items()]
+    """Of every variant and seed, in as many processes as there are cores."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        started = {v: [pool.submit(_recall, path, v, seed, epochs) for seed in range(seeds)] for v in VARIANTS}
+        return [summary(variant, [f.result() for f in each]) for variant, each in started.items()]
 
 
 def summary(variant: str, each: list[float]) -> dict[str, Any]:
