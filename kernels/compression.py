@@ -143,6 +143,7 @@ def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
     if n == 0 or dim == 0:
         return x.new_empty((n, row_bytes(Packing("fp8"), dim)), dtype=torch.uint8)
     largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True).view(torch.float32)
+    # not divided: by a number, torch divides on a GPU by multiplying, and the bits are to be the same
     scale = (largest * (1 / FP8_MAX)).view(torch.int32).clamp(min=_SMALLEST_SCALE).view(torch.float32)
     codes = _round_to_e4m3(x / scale, launch_number)
     padding = codes.new_zeros((n, -dim % 4))
