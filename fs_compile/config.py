@@ -186,12 +186,13 @@ class Config:
                 )
         if any(minus) and not all(minus):
             raise ConfigError(f"{PREFIX}PASSES mixes passes to run and passes to leave out: {self.passes!r}")
-        exact = tuple(p for p in PASS_ORDER if p not in LOSSY_PASSES)
         if "all" in names:
-            if any(minus) or any(n in exact for n in names):
+            if any(minus) or any(n in PASS_NAMES for n in names):
                 raise ConfigError(f"{PREFIX}PASSES: beside all stand only {', '.join(LOSSY_PASSES)}: {self.passes!r}")
-            return tuple(p for p in PASS_ORDER if p in exact or p in names)
-        return tuple(p for p in PASS_ORDER if (p not in names and p in exact if all(minus) else p in names))
+            return tuple(p for p in PASS_ORDER if p in PASS_NAMES or p in names)
+        if all(minus):
+            return tuple(p for p in PASS_NAMES if p not in names)
+        return tuple(p for p in PASS_ORDER if p in names)
 
 
 def _share(text: str, word: str) -> Fraction:

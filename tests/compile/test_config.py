@@ -99,6 +99,7 @@ def abc(monkeypatch):
     """Three passes and a lossy one, so that these tests do not change with the list of passes."""
     monkeypatch.setattr(config, "PASS_ORDER", ("a", "b", "x", "c"))
     monkeypatch.setattr(config, "LOSSY_PASSES", ("x",))
+    monkeypatch.setattr(config, "PASS_NAMES", ("a", "b", "c"))
 
 
 @pytest.mark.parametrize(
