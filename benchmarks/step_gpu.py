@@ -192,6 +192,8 @@ def show(found: dict[str, Any]) -> None:
     for r in found["rows"]:
         if waits := {name: round(ms, 2) for name, ms in r.get("waits_ms", {}).items() if ms >= 0.005}:
             print(f"  {r['variant']} waits, ms: {waits}")
+        if packing := r.get("packing_ms"):
+            print(f"  {r['variant']} packs and unpacks: {packing:.3f} ms of the GPU's time, {packing / dense:.2%}")
     checks = found["checks"]
     for name, same in checks["same_bits"].items():
         if not same:
@@ -260,7 +262,8 @@ def arguments() -> Any:
     legal = [v for v in VARIANTS if args.device == "cuda" or "staged" not in v]  # staged copies between GPUs
     if args.dense == "transformer":
         legal = [v for v in legal if "balance" not in v]  # histories of one length
-    wanted = args.variants or (QUICK[args.device] if args.quick else list(VARIANTS))
+    every = [v.name for v in VARIANTS.values() if not v.compress]
+    wanted = args.variants or (QUICK[args.device] if args.quick else every)
     args.variants = ["dense", *(v for v in legal if v in wanted and v != "dense")]
     known = SIZES[args.device]
     chosen = [size_of(s) for s in args.sizes or (["8ms", "45ms"] if args.quick else known)]

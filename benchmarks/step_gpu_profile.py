@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 MARKER = "erfinv"  # a kernel that no model has, launched on the compute stream where a step begins
+PACKING = ("_compress", "_expand")  # the kernels of compression_triton.py
 STEPS, SETTLING = 7, 2  # that are profiled; of those, the first ones do not count
 
 
@@ -39,26 +40,42 @@ class DeviceProfile:
                 self.profiler.start()
             torch.erfinv(self.marker)
 
-    def busy_share(self) -> float | None:
+    def figures(self) -> dict[str, float | None]:
         """After the last step. None where the profiler saw no kernels."""
         if not self.on:
-            return None
+            return {"compute_busy": None}
         torch.cuda.synchronize()
         self.profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             self.profiler.export_chrome_trace(str(path))
-            return busy_share(json.loads(path.read_text())["traceEvents"])
+            events = json.loads(path.read_text())["traceEvents"]
+        return {"compute_busy": busy_share(events), "packing_ms": packing_ms(events)}
+
+
+def _kernels(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All of them, and the markers in order."""
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    return kernels, sorted((e for e in kernels if MARKER in e["name"]), key=lambda e: e["ts"])
 
 
 def busy_share(events: list[dict[str, Any]]) -> float | None:
     """Kernels on the stream of the markers, over the time from the first marker that counts to the last one."""
-    kernels = [e for e in events if e.get("cat") == "kernel"]
-    markers = sorted((e for e in kernels if MARKER in e["name"]), key=lambda e: e["ts"])
+    kernels, markers = _kernels(events)
     if len(markers) < SETTLING + 2:
         return None
     begin, end = markers[SETTLING]["ts"], markers[-1]["ts"]
     return busy_microseconds(kernels, markers[0]["args"]["stream"], begin, end) / (end - begin)
+
+
+def packing_ms(events: list[dict[str, Any]]) -> float | None:
+    """Of a step: the kernels that pack and unpack what travels, on whatever stream."""
+    kernels, markers = _kernels(events)
+    if len(markers) < SETTLING + 2:
+        return None
+    begin, end = markers[SETTLING]["ts"], markers[-1]["ts"]
+    took = sum(k["dur"] for k in kernels if k["name"] in PACKING and begin <= k["ts"] < end)
+    return took / 1e3 / (len(markers) - 1 - SETTLING)
 
 
 def busy_microseconds(kernels: list[dict[str, Any]], stream: int, begin: float, end: float) -> float:

@@ -120,12 +120,12 @@ def as_block(trainee: Trainee, clock: Clock, host: np.ndarray, losses: list[torc
     return block
 
 
-def profile_device(trainee: Trainee, data: list[Any]) -> float | None:
+def profile_device(trainee: Trainee, data: list[Any]) -> dict[str, float | None]:
     if trainee.world.device.type != "cuda":
-        return None
+        return {"compute_busy": None}
     watch = step_gpu_profile.DeviceProfile(dist.get_rank() == 0)
     train(trainee, data[: WARM_UP + step_gpu_profile.STEPS], watch)
-    return watch.busy_share()
+    return watch.figures()
 
 
 def profile_host(trainee: Trainee, data: list[Any], title: str) -> str:
@@ -205,16 +205,16 @@ def measure_size(name: str, world: World, trainees: dict[str, Trainee], say: Any
         for variant in order[turn % len(order) :] + order[: turn % len(order)]:
             say("at", variant)
             blocks[variant].append(train(trainees[variant], data))
-    busy, texts = {}, []
+    figures, texts = {}, []
     for variant, trainee in trainees.items():
         say("at", variant)
-        busy[variant] = profile_device(trainee, data)
+        figures[variant] = profile_device(trainee, data)
         if task.host_profile:
             texts.append(profile_host(trainee, data, f"{name}, {dist.get_world_size()} ranks, {variant}"))
     if task.host_profile and dist.get_rank() == 0:
         step_gpu_profile.append(task.host_profile, texts)
     of_all = {v: world.gather(mine) for v, mine in blocks.items()}
-    rows = [row(of_all[v], VARIANTS[v]) | {"compute_busy": busy[v]} for v in trainees]
+    rows = [row(of_all[v], VARIANTS[v]) | figures[v] for v in trainees]
     exact = task.device == "cpu" or task.shape.dense == "hstu"  # softmax attention on a GPU adds up as it comes
     checks = compare({v: of for v, of in of_all.items() if v != "dense"}, task.codegen, exact)
     about = {"samples": size.samples, "positions": size.positions, "zipf": exponent, "rounds": task.rounds}

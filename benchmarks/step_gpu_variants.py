@@ -22,6 +22,7 @@ class Variant:
     passes: str = "all"
     look_ahead: bool = False
     balance: bool = False
+    compress: str = ""  # as FREESCALE_COMPRESS
 
 
 DENSE, PLAIN = Variant("dense"), Variant("plain")
@@ -37,6 +38,7 @@ VARIANTS = {
         Variant("staged", "staged"),
         Variant("staged-ahead", "staged", look_ahead=True),
         Variant("staged-ahead-balance", "staged", look_ahead=True, balance=True),
+        Variant("staged-ahead-lossy", "staged", "all,compress_exchange", True, compress="rows:0.2,which=all"),
     )
 }
 # Of each group, all must have the same bits: the same graphs, carried by something else. Inductor fuses other graphs
@@ -79,11 +81,11 @@ class World:
 
     def compiled(self, variant: Variant) -> Any:
         """Variants that differ in the loop alone share a model."""
-        key = (variant.transport, variant.passes)
+        key = (variant.transport, variant.passes)  # of which `compress` is a part
         if key not in self._compiled:
             model = Planned(self.task.shape, self.storage, self.dense)
             options = {"transport": variant.transport, "passes": variant.passes, "strict": True}
-            options["codegen"] = self.task.codegen
+            options |= {"codegen": self.task.codegen, "compress": variant.compress}
             self._compiled[key] = torch.compile(model, backend="freescale", fullgraph=True, options=options)
         return self._compiled[key]
 

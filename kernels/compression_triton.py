@@ -1,12 +1,16 @@
 """The largest values of each block of rows, found, packed and put back, in Triton. Definition: compression.py.
 
 One program has a block in registers. The magnitudes are compared as the bits of their absolute values, which are in the
-same order; a bisection of these 31 bits finds the smallest magnitude that is kept, one bit at a time, without sorting;
-of those that are equal to it the first are kept. Everything is read once and written once. Nothing waits for the
-device: where the slabs are is known on the host.
+same order. No sorting: limits are tried until one leaves just as many as are kept. The first is guessed from the mean
+magnitude, the next ones between those that left too many and too few; five or six are enough for most blocks, and
+bisection in between bounds it for all others. Which values are kept does not depend on the guesses. Of those that are
+equal to the last one that is kept, the first are kept. Everything is read once and written once. Nothing waits for
+the device: where the slabs are is known on the host.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -33,31 +37,66 @@ def _place(slabs, n_slabs, NUM: tl.constexpr, DEN: tl.constexpr, HEIGHT: tl.cons
     return tl.load(slabs + n_slabs + mine) + begin, end - begin, first_entry, (end * NUM // DEN - skipped).to(tl.int32)
 
 
+@triton.jit
+def _limit(size, total, values, entries, LOG_SHARE: tl.constexpr):
+    """A limit of `size`, and how many are not below it: `entries`, or more where the last ones are equal to the limit.
+
+    `total`: of the magnitudes. `LOG_SHARE`: of the share of values that is kept.
+    """
+    # Not below `low` are as many or more, not below `high` too few: so many as large as that would be more than the
+    # total, even where that is rounded.
+    low, left, left_high = 0, values, 0
+    high = tl.minimum((total * (1.01 / entries)).to(tl.int32, bitcast=True), 0x7F800000) + 2
+    if total != total:  # NaN; of those that a GPU makes, all bits are set
+        high = 0x7FFFFFFF
+        left_high = tl.sum((size == high).to(tl.int32), 0)
+        if left_high >= entries:
+            low, left = high, left_high
+    # Of Laplace's distribution, a share p is larger than -log(p) times the mean; of a normal one, not quite.
+    guess, turn = (total * (-0.95 * LOG_SHARE / values)).to(tl.int32, bitcast=True), 0
+    while (left != entries) & (high - low > 1):
+        guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+        here = tl.sum((size >= guess).to(tl.int32), 0)
+        enough = here >= entries
+        low, left = tl.where(enough, guess, low), tl.where(enough, here, left)
+        high, left_high = tl.where(enough, high, guess), tl.where(enough, left_high, here)
+        turn += 1
+        width = (high - low).to(tl.float32)
+        if turn == 1:  # a little too far, so that the limit is between two guesses
+            off = (here - entries).to(tl.float32) / entries + tl.where(enough, 0.7, -0.7) / tl.sqrt(entries + 0.0)
+            step = off * (1.2 * 8388608.0 / -LOG_SHARE)
+            guess += tl.minimum(tl.maximum(step, -width), width).to(tl.int32)
+        elif (turn >= 6) & (turn % 4 == 2):
+            guess = tl.where(low == 0, 1, low + (high - low) // 2)  # 1: are there so many that are not zero?
+        else:
+            share = ((left - entries).to(tl.float32) + 0.5) / (left - left_high)
+            guess = low + (width * share).to(tl.int32)
+    return low, left
+
+
 @triton.jit(do_not_specialize=["n_slabs"])
 def _compress(
     x, slabs, out, n_slabs, DIM: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, HEIGHT: tl.constexpr,
-    SLABS: tl.constexpr, VALUES: tl.constexpr, CLEAR: tl.constexpr,
+    SLABS: tl.constexpr, VALUES: tl.constexpr, CLEAR: tl.constexpr, LOG_SHARE: tl.constexpr,
 ):  # fmt: skip
     row, rows, first_entry, entries = _place(slabs, n_slabs, NUM, DEN, HEIGHT, SLABS)
     place = tl.arange(0, VALUES)
     inside = place < rows * DIM
     bits = tl.load(x + row * DIM + place, mask=inside, other=0)
+    magnitudes = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     size = tl.where(inside, bits & 0x7FFFFFFF, -1)
-    limit, bit, found = 0, 30, VALUES + 1
-    while (bit >= 0) & (found != entries):  # as soon as a limit leaves just as many, the bits below do not matter
-        higher = limit | (1 << bit)
-        left = tl.sum((size >= higher).to(tl.int32), 0)
-        limit = tl.where(left >= entries, higher, limit)
-        found = tl.where(left >= entries, left, found)
-        bit -= 1
-    above, equal = size > limit, size == limit
-    spare = entries - tl.sum(above.to(tl.int32), 0)
-    kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
+    values = (rows * DIM).to(tl.int32)
+    limit, left = _limit(size, tl.sum(magnitudes, 0), values, entries, LOG_SHARE)
+    kept = size >= limit
+    if left != entries:  # some are equal to the limit: the first of them
+        above, equal = size > limit, size == limit
+        spare = entries - tl.sum(above.to(tl.int32), 0)
+        kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
     kept = kept & (entries > 0)
-    entry = first_entry + tl.cumsum(kept.to(tl.int32), 0) - 1
-    tl.store(out + entry * 3, (bits & 0xFFFF).to(tl.int16), mask=kept)
-    tl.store(out + entry * 3 + 1, ((bits >> 16) & 0xFFFF).to(tl.int16), mask=kept)
-    tl.store(out + entry * 3 + 2, place.to(tl.int16), mask=kept)
+    entry = out + (first_entry - 1) * 3 + tl.cumsum(kept.to(tl.int32), 0) * 3
+    tl.store(entry, bits.to(tl.int16), mask=kept)
+    tl.store(entry + 1, (bits >> 16).to(tl.int16), mask=kept)
+    tl.store(entry + 2, place.to(tl.int16), mask=kept)
     if CLEAR:
         tl.store(x + row * DIM + place, tl.zeros_like(bits), mask=kept)
 
@@ -103,10 +142,15 @@ def compress(x: torch.Tensor, counts: torch.Tensor, packing: Packing, clear: boo
     if n:
         slabs, blocks = _slabs(counts, packing, x.device)
         values = triton.next_power_of_2(packing.block_rows * dim)
-        constants = dim, packing.num, packing.den, packing.block_rows, _power(counts), values, clear
+        # a share of 1 needs no limit
+        log_share = math.log(min(0.99, packing.num / (packing.den * dim)))
+        constants = dim, packing.num, packing.den, packing.block_rows, _power(counts), values, clear, log_share
+        warps = min(32, max(1, values // 1024))  # one adds up without waiting for others
+        # A warp has 32 values for each thread; what it does not keep in registers it works out again, and more run.
+        few_registers = {"maxnreg": 96} if warps <= 16 else {}
         launch(
             _compress, (blocks,), x.view(torch.int32), slabs, out.view(torch.int16), counts.shape[0], *constants,
-            num_warps=min(32, max(1, values // 1024)),  # one warp adds up without waiting for others
+            num_warps=warps, **few_registers,
         )  # fmt: skip
     return out
 

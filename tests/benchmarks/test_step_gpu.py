@@ -118,6 +118,8 @@ def test_the_share_of_busy_time():
     elsewhere = [kernel("nccl", 200, 200, stream=9), {"cat": "gpu_memcpy", "name": "x", "ts": 300, "dur": 50, "args": {"stream": 7}}]
     assert step_gpu_profile.busy_share(markers + work + elsewhere) == pytest.approx((2 + 50 + 2 + 10) / 200)
     assert step_gpu_profile.busy_share(markers[:3] + work) is None
+    packing = [kernel("_compress", 150, 10), kernel("_compress", 250, 3), kernel("_expand", 350, 5, stream=9)]
+    assert step_gpu_profile.packing_ms(markers + work + packing) == pytest.approx(8 / 2 / 1e3)
 
 
 def test_own_time_of_functions():

@@ -19,6 +19,10 @@ def packing_of(dim: int, share: Fraction, block: int = 256) -> Packing:
 def rows_of(kind: str, n: int, dim: int) -> torch.Tensor:
     if kind == "normal":
         return torch.randn(n, dim)
+    if kind == "wide":
+        return torch.randn(n, dim) * torch.exp(15 * torch.randn(n, dim))
+    if kind == "nans":  # those of a GPU and those of a CPU; of all bits, the GPU's are the largest
+        return torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800000, 0])[torch.randint(4, (n, dim))].int().view(torch.float32)
     x = torch.randint(-1, 2, (n, dim)).float() * (kind == "few")
     if kind == "few" and x.numel() > 4:
         x.view(-1)[[1, 3]] = torch.tensor([float("nan"), float("-inf")])
@@ -31,7 +35,7 @@ SHAPES = [([3, 0, 40, 1], 3), ([0, 0], 8), ([5], 64), ([700, 9], 1), ([2, 3, 1],
 def compresses_bit_for_bit(device: str) -> None:
     from freescale.kernels import compression_triton
 
-    for kind in ("normal", "few", "zeros"):
+    for kind in ("normal", "few", "zeros", "wide", "nans"):
         for counts, dim in SHAPES:
             for share in (Fraction(1, 50), Fraction(1, 3), Fraction(1)):
                 x, ns = rows_of(kind, sum(counts), dim), torch.tensor(counts)
