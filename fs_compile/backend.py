@@ -47,6 +47,8 @@ def freescale(
         torchrec_support.raise_if_unsupported(cfg)
         frame = dynamo.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1
+        if not _has_exchange(gm):
+            dense_gradients.compare_settings(gm, inputs, cfg)
         with agreement.while_compiling(cfg.timeout), planned_sizes.without_contiguity():
             before_first_run = dense_gradients.average_in_graph(gm, inputs, cfg)
             before_each_run = dense_gradients.before_each_run(gm, cfg)

@@ -38,6 +38,7 @@ PASS_ORDER = (
 LOSSY_PASSES = ("compress_exchange",)
 PASS_NAMES = tuple(name for name in PASS_ORDER if name not in LOSSY_PASSES)  # those of `all`
 
+DENSE_CHOICES = ("off", "allreduce")
 COMPRESS_FORM = "rows:SHARE, dense:SHARE or both, then which=background or which=all"
 
 
@@ -85,7 +86,7 @@ class Config:
         "off",
         "`allreduce`: the backward graph itself averages the gradients of dense parameters over the ranks, in place "
         "of DistributedDataParallel ([dense gradients](dense.md))",
-        ("off", "allreduce"),
+        DENSE_CHOICES,
     )
     bucket_mb: float = _flag(25.0, "Dense gradients are averaged in buckets of at most so many MiB")
     link_gbps: float = _flag(0.0, "Speed of the link in Gbit/s; 0: measured once per group at start-up")

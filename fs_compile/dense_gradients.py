@@ -23,15 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from freescale.compat import distributed, module_state, torchrec
 from freescale.compat.module_state import ParameterInput
-from freescale.config import Config, ConfigError
+from freescale.config import DENSE_CHOICES, Config, ConfigError
 from freescale.kernels import dense_error
-from freescale.runtime import dense_parameters
+from freescale.runtime import agreement, dense_parameters
 from freescale.runtime.dense_parameters import AVERAGED_BY_TABLES, AVERAGED_IN_GRAPHS
 from freescale.runtime.tables.sharded_embedding import NativeTables
 
 log = logging.getLogger(__name__)
 
 _warned: set[str] = set()
+_MOMENT = 5.0  # seconds
 
 
 def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> Callable[[Sequence[Any]], None] | None:
@@ -62,6 +63,12 @@ def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> 
         dense_parameters.begin_alike([(name, args[i]) for name, i in places], group_name, cfg.timeout)
 
     return before_first_run
+
+
+def compare_settings(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> None:
+    """Of a graph without exchanges: ranks that average would wait for those that do not, which would meet nobody."""
+    if torch.is_grad_enabled() and any(p.is_trained for p in module_state.parameter_inputs(gm, inputs)):
+        agreement.compare_soon("FREESCALE_DENSE", cfg.dense, DENSE_CHOICES, min(_MOMENT, cfg.timeout))
 
 
 def before_each_run(gm: fx.GraphModule, cfg: Config) -> Callable[[Sequence[Any]], None] | None:

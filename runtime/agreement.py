@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -115,6 +115,32 @@ def agree(settings: dict[str, object], timeout: float, group_name: str | None = 
         _compare({rank: meeting.settings_of(rank) for rank in ranks})
 
 
+_compared: set[str] = set()
+
+
+def compare_soon(name: str, value: str, others: Iterable[str], seconds: float) -> None:
+    """Raise if a rank that was here before, or comes within `seconds`, has another of the possible values.
+
+    For what only some of the ranks would meet about: whoever comes has to say it, and waits for a moment at most, once
+    in a process.
+    """
+    if name in _compared or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    _compared.add(name)
+    store, rank, prefix = distributed.default_store(), dist.get_rank(), f"{_KEY}/{name}"
+    store.compare_set(f"{prefix}/first/{value}", "", str(rank))  # the first one counts
+    store.add(f"{prefix}/ranks/{value}", 1)
+    end, pause = time.monotonic() + seconds, 0.002
+    while True:
+        arrived = {v: store.add(f"{prefix}/ranks/{v}", 0) for v in dict.fromkeys((value, *others))}
+        if other := next((v for v, n in arrived.items() if n and v != value), None):
+            _compare({int(store.get(f"{prefix}/first/{v}")): {name: v} for v in (value, other)})
+        if sum(arrived.values()) >= dist.get_world_size() or time.monotonic() > end:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
 _agreed_launches: set[str] = set()
 
 
@@ -152,7 +178,7 @@ def _wait_for_verdict(meeting: _Meeting, ranks: list[int], timeout: float) -> di
     return verdict
 
 
-def _compare(settings: dict[int, dict[str, object]]) -> None:
+def _compare(settings: Mapping[int, Mapping[str, object]]) -> None:
     first = min(settings)
     reference = settings[first]
     for rank in sorted(settings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from functools import partial
 from typing import Any
 
@@ -222,7 +223,9 @@ def test_a_parameter_in_two_graphs_is_averaged_in_parts(checked):
     assert max(checked.of("graph break")) <= 1e-6
 
 
-@pytest.mark.skipif(torch_version() == "2.14", reason="Inductor of torch 2.14 fails on this model, without freescale too")
+@pytest.mark.skipif(
+    torch_version() in ("2.14", "2.15"), reason="Inductor fails on this model and one sample, without freescale too"
+)
 def test_checkpointed_activations(checked):
     assert max(checked.of("checkpointed")) <= 1e-6
 
@@ -287,6 +290,34 @@ def _one_step(**options: Any) -> None:
 def test_different_settings_raise_on_every_rank():
     for error in run_ranks(_one_step, 2, env_of={1: {"FREESCALE_DENSE": "allreduce"}}, expect_errors=True):
         assert "ranks disagree: FREESCALE_DENSE is 'off' on rank 0 and 'allreduce' on rank 1" in error
+
+
+def _step_without_tables(late: int, moment: float) -> None:
+    """One rank comes a second later than the other."""
+    from freescale import dense_gradients
+
+    dense_gradients._MOMENT = moment
+    run = torch.compile(nn.Linear(8, 1), backend="freescale", options={"codegen": "eager"})
+    if dist.get_rank() == late:
+        time.sleep(1)
+    run(torch.ones(3, 8)).sum().backward()
+
+
+# One that averages hears of it even where it has stopped to look and waits for the other one's gradients.
+@pytest.mark.parametrize("late, moment", ((0, 5.0), (1, 5.0), (0, 0.1)))
+def test_different_settings_without_tables_raise_on_every_rank(late, moment):
+    env = {1: {"FREESCALE_DENSE": "allreduce"}}
+    for error in run_ranks(_step_without_tables, 2, late, moment, env_of=env, expect_errors=True):
+        assert "ranks disagree: FREESCALE_DENSE is 'off' on rank 0 and 'allreduce' on rank 1" in error
+
+
+def _only_one_trains() -> None:
+    if dist.get_rank() == 0:
+        _step_without_tables(1, 0.5)
+
+
+def test_a_rank_that_trains_alone_goes_on():
+    run_ranks(_only_one_trains, 2)
 
 
 class Sometimes(nn.Module):

@@ -1,6 +1,6 @@
 """Triton's interpreter in half the time: what it prepares for every call and every operation, it prepares once.
 
-The results are the same, and so is what it checks.
+The results are the same, and so is what it checks. (And one defect of it is mended: masks in Triton 3.9.)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ def install() -> None:
     _patch_the_language_once_a_launch()
     _keep_types()
     _check_overflow_by_numpy()
+    _keep_booleans()
 
 
 def _patch_the_language_once_a_launch() -> None:
@@ -70,3 +71,18 @@ def _check_overflow_by_numpy() -> None:
         check(self, lhs, rhs, binary_op)
 
     semantic.binary_op_sanitize_overflow_impl = quick_check
+
+
+def _keep_booleans() -> None:
+    """Whether two scalars are equal is an integer once it is spread over a block; Triton 3.9 takes no such mask."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def spread(self: Any, block: Any, scalar: Any) -> Any:
+        if scalar.data.dtype == np.bool_:
+            return interpreter.TensorHandle(np.full(block.shape, scalar.data.flat[0]), tl.int1)
+        return splat(self, block, scalar)
+
+    interpreter.InterpreterBuilder.create_splat = spread

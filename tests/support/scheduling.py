@@ -9,6 +9,7 @@ from __future__ import annotations
 # Tests of a file that share an expensive fixture, or that make network interfaces: one after another, in one worker.
 ONE_WORKER = {
     "test_batch_balancer.py": "balancer",
+    "test_dense_gradients.py": "dense gradients",
     "test_doctor.py": "doctor",
     "test_lookahead.py": "lookahead",
     "test_lookahead_loop.py": "lookahead loop",
@@ -17,11 +18,15 @@ ONE_WORKER = {
     "test_netlab.py": "network",
     "test_packaging.py": "packaging",
     "test_pooled.py": "pooled",
+    "test_real_records.py": "records",
+    "test_recording.py": "recording",
+    "test_study.py": "study",
     "test_torchrec_collection.py": "torchrec collection",
     "test_two_hosts.py": "network",
 }
 # What takes long comes first, so that no worker is left with it at the end.
 LONG = (
+    "test_dense_gradients.py",
     "test_lookahead_loop.py",
     "test_zoo.py",
     "test_attach.py",

@@ -2,7 +2,8 @@
 
 It knows nothing of freescale. It trains a small model of the same kind (symbolic sizes, some of them known at run time
 alone, a custom op, an autograd.Function) through AOTAutograd and Inductor's passes, so that torch and SymPy fill what
-does not depend on the graph: a quarter of a rank's first compilation. It leaves no thread, which a fork would lose.
+does not depend on the graph: a quarter of a rank's first compilation. It also reads what torch's cache keys depend on,
+all of torch's and Triton's sources: a second for every rank. It leaves no thread, which a fork would lose.
 """
 
 from __future__ import annotations
@@ -159,6 +160,14 @@ def _leave_out_logs() -> None:
         torch._dynamo.config.side_effect_replay_policy = "silent"
 
 
+def _cache_keys() -> None:
+    from torch._inductor import codecache
+
+    for name in ("torch_key", "triton_key"):  # other releases of torch may have others
+        getattr(codecache, name, lambda: None)()
+    codecache.CacheBase.get_system()
+
+
 def _threads() -> int:
     return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
 
@@ -178,6 +187,7 @@ def _warm_up() -> None:
         ids = torch.tensor([1, 2, 1])
         _train(_Model(), {"item": ids, "user": ids[:2], "weight": torch.ones(2)})
     _sizes()
+    _cache_keys()
     torch._dynamo.utils.counters.clear()
 
 
