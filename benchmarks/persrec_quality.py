@@ -26,7 +26,7 @@ from persrec import PerSRec
 from persrec_attention import cut
 
 RECENT, TOKENS, LONGEST, DIM, BATCH, NEGATIVES = 32, 4, 100, 32, 32, 128
-VARIANTS = ("full", "windows", "1 segments")
+VARIANTS = ("full", "windows", "1 segments", "3 segments")
 
 
 def load(path: Path) -> list[torch.Tensor]:
