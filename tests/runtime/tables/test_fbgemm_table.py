@@ -43,6 +43,7 @@ def stand_in(optimizer, device):
         momentum1_dev=torch.rand(ROWS * per_row, device=device),
         momentum1_host=none,
         momentum1_uvm=none,
+        momentum2_uvm=none,
         optimizer=SimpleNamespace(value=optimizer),
         optimizer_args=SimpleNamespace(eps=EPS, weight_decay=0.0, max_norm=0.0, gradient_clipping=False),
         get_learning_rate=lambda: float(torch.tensor(LR)),
