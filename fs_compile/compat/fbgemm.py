@@ -49,6 +49,11 @@ def corrects_bias_of_each_row(emb: Any) -> bool:
     return bool(getattr(emb, "use_rowwise_bias_correction", False))
 
 
+def row_type(emb: Any) -> torch.dtype:
+    """In which FBGEMM was told to store rows."""
+    return emb.weights_precision.as_dtype()
+
+
 def state_in_unified_memory(emb: Any) -> bool:
     states = (emb.momentum1_uvm, emb.momentum2_uvm)
     return any(t.is_floating_point() and t.numel() > 0 for t in states)  # without state: a placeholder of integers
@@ -114,6 +119,7 @@ def probe() -> None:
     assert SparseType.FP32.as_int() == FLOAT32
     missing = {
         "embedding_specs", "feature_table_map", "optimizer", "optimizer_args", "output_dtype", "is_nobag",
+        "weights_precision",
         "_used_rowwise_adagrad_with_counter", "_used_rowwise_adagrad_with_global_weight_decay",
         "iter", "iter_cpu", "momentum2_dev", "momentum2_host", "momentum2_uvm",
     } - names_used_by(Emb)  # fmt: skip

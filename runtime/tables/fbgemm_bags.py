@@ -17,10 +17,10 @@ class FbgemmBags(FbgemmTable):
     ranks_per_table = 1  # the most that hold rows of one table
 
     def __init__(
-        self, emb: Any, descriptions: list[str], dim: int, dtype: torch.dtype, device: torch.device, world_size: int,
+        self, emb: Any, descriptions: list[str], dim: int, device: torch.device, world_size: int,
         tables: list[int],
     ) -> None:  # fmt: skip
-        super().__init__(emb, descriptions, dim, dtype, device, world_size)
+        super().__init__(emb, descriptions, dim, device, world_size)
         if emb is None:
             return
         specs, table_of = fbgemm.rows_and_dims(emb), fbgemm.table_of_each_feature(emb)
@@ -45,9 +45,9 @@ class FbgemmBags(FbgemmTable):
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         if self.emb is None or self._all_tables:
-            return torch.ops.freescale.pack_rows.default(self.weight, rows)
+            return super().gather(rows)
         table, row = self._table_and_row(rows)
-        return self.weight.index_select(0, self._first_elements[table] + row * self.dim)
+        return self.weight.index_select(0, self._first_elements[table] + row * self.dim).to(self.row_dtype)
 
     def _table_and_row(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         table = torch.searchsorted(self._table_starts, rows, right=True) - 1

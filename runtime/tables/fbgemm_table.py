@@ -1,8 +1,8 @@
 """FBGEMM's table-batched embeddings as the owner of rows: storage, optimizer, and which of them are supported.
 
 On a GPU the optimizer's step is one kernel of ours on FBGEMM's storage, with FBGEMM's formulas. Weight decay and
-max_norm, and everything on the CPU, are FBGEMM's own. Adam is ours everywhere: FBGEMM would count a late update as a
-step, and has no Adam on the CPU.
+max_norm, rows of float16 (which FBGEMM rounds in its own way), and everything on the CPU, are FBGEMM's own. Adam is
+ours everywhere: FBGEMM would count a late update as a step, and has no Adam on the CPU.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ class FbgemmTable:
     """The rows that this rank owns in one FBGEMM module (its tables one after the other), or none of them."""
 
     pooled = False  # are its features?
+    row_dtype = torch.float32  # of rows that travel, and of their gradients, as of FBGEMM's own, whatever it stores
 
     def __init__(
-        self, emb: Any, descriptions: list[str], dim: int, dtype: torch.dtype, device: torch.device, world_size: int
+        self, emb: Any, descriptions: list[str], dim: int, device: torch.device, world_size: int
     ) -> None:
         # descriptions: table and feature of each entry, for errors
         self.emb, self.descriptions, self.dim, self.world_size = emb, descriptions, dim, world_size
-        self._no_rows = torch.empty(0, dim, dtype=dtype, device=device)
+        self._no_rows = torch.empty(0, dim, dtype=self.row_dtype, device=device)
         if emb is None:
             return
         table_rows = [rows for rows, _ in fbgemm.rows_and_dims(emb)]
@@ -50,6 +51,9 @@ class FbgemmTable:
     @property
     def weight(self) -> torch.Tensor:
         return self._no_rows if self.emb is None else fbgemm.flat_weight(self.emb).detach().view(-1, self.dim)
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.ops.freescale.pack_rows.default(self.weight, rows).to(self.row_dtype)
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
         """FBGEMM's own fused optimizer, through its public lookup: one index per row, one gradient each.
@@ -74,7 +78,7 @@ class FbgemmTable:
         """As apply_update with the sums of sum_rows. A row comes at most once from each rank."""
         if self.emb is None:
             return
-        if self._is_adam or not fbgemm.plain_step(self.emb):
+        if self._is_adam or self.weight.dtype != self.row_dtype or not fbgemm.plain_step(self.emb):
             self.apply_update(rows, torch.ops.freescale.sum_rows.default(grad, order, ends))
             return
         args, lr = fbgemm.optimizer_settings(self.emb)
@@ -137,8 +141,10 @@ def unsupported_reason(emb: Any) -> str | None:
     if emb.optimizer_args.gradient_clipping:
         return "FBGEMM clips the gradients of single values (gradient_clipping)"
     weight = fbgemm.flat_weight(emb)
-    if weight.dtype != torch.float32:  # FBGEMM was told another type than it holds
+    if weight.dtype != fbgemm.row_type(emb):  # FBGEMM was told another type than it holds
         return f"their rows were turned into {weight.dtype}"
+    if weight.dtype != torch.float32 and emb.optimizer.value in ADAM:
+        return f"their rows are {weight.dtype}, and freescale's Adam is for float32"
     if emb.output_dtype != fbgemm.FLOAT32:
         return "their output is not float32 (output_dtype)"
     specs = fbgemm.rows_and_dims(emb)

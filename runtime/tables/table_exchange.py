@@ -61,7 +61,8 @@ class Exchange:
         """To the table's type and device, which `model.double()` and the like change."""
         weight = self.table.weight
         # The token that goes through the graph. It wants a gradient so that autograd calls the exchange's backward.
-        self.anchor = dynamo.mark_static(weight.new_empty(0, weight.shape[1]).requires_grad_())
+        dtype = getattr(self.table, "row_dtype", weight.dtype)
+        self.anchor = dynamo.mark_static(weight.new_empty((0, weight.shape[1]), dtype=dtype).requires_grad_())
 
     def lookup(
         self, ids: list[torch.Tensor], divide_by: int, sizes: list[int] | None = None

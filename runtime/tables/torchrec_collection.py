@@ -48,8 +48,7 @@ class CollectionTables:
         env, own = torchrec.sharding_env(collection), layout.parts[torchrec.sharding_env(collection).rank]
         emb = None if own is None else torchrec.fbgemm_module_of(lookup, own.group)
         descriptions = [torchrec_layout.describe(e.config, e.feature) for e in layout.entries]
-        dtype, device = _torch_dtype(layout.data_type), torchrec.device_of(collection)
-        arguments = (emb, descriptions, layout.dim, dtype, device, env.world_size)
+        arguments = (emb, descriptions, layout.dim, torchrec.device_of(collection), env.world_size)
         pooled = torchrec.is_pooled_collection(collection)
         table = FbgemmBags(*arguments, own.tables if own else []) if pooled else FbgemmTable(*arguments)
         entries, label = layout.features_and_tables(), f"{self.label}.{kind}"
@@ -83,12 +82,6 @@ class ReplicatedTables:
 
     def describe(self, feature: int) -> str:
         return self._descriptions[feature]
-
-
-def _torch_dtype(data_type: Any) -> torch.dtype:
-    from torchrec.modules.embedding_configs import data_type_to_dtype
-
-    return data_type_to_dtype(data_type)
 
 
 def tables_of(collection: Any, make: type[CollectionTables] = CollectionTables) -> CollectionTables:

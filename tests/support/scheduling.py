@@ -10,6 +10,7 @@ from __future__ import annotations
 ONE_WORKER = {
     "test_batch_balancer.py": "balancer",
     "test_dense_gradients.py": "dense gradients",
+    "test_half_rows.py": "half rows",
     "test_doctor.py": "doctor",
     "test_lookahead.py": "lookahead",
     "test_lookahead_loop.py": "lookahead loop",

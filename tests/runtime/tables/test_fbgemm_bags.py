@@ -29,7 +29,7 @@ def module(optimizer, specs=SPECS, mean=False, **settings):
 
 
 def bags_of(emb, dim, tables):
-    return FbgemmBags(emb, [], dim, torch.float32, torch.device("cpu"), 2, tables)
+    return FbgemmBags(emb, [], dim, torch.device("cpu"), 2, tables)
 
 
 def rows_of(emb, tables):

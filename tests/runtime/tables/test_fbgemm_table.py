@@ -51,7 +51,7 @@ def stand_in(optimizer, device):
 
 
 def table_of(emb, device="cpu"):
-    return FbgemmTable(emb, [], DIM, torch.float32, torch.device(device), world_size=2)
+    return FbgemmTable(emb, [], DIM, torch.device(device), world_size=2)
 
 
 def gradients(device="cpu"):

@@ -314,4 +314,5 @@ def test_reasons_to_leave_a_collection_to_torchrec():
     assert reason("row_wise", "fused_uvm_caching") == "table 't' uses compute kernel fused_uvm_caching"
     assert reason("table_wise", "fused_uvm") == "table 't' uses compute kernel fused_uvm"
     assert reason("grid_shard", "fused") == "table 't' is sharded grid_shard"
-    assert reason("row_wise", "fused", "FP16") == "table 't' holds FP16 rows"
+    assert reason("row_wise", "fused", "BF16") == "table 't' holds BF16 rows"
+    assert reason("data_parallel", "dense", "FP16") == "table 't' is data_parallel and holds FP16 rows"
