@@ -211,7 +211,7 @@ def test_rows_that_are_more_than_their_sums_are_said_once(caplog):
     from freescale.runtime.tables.fbgemm_bags import FbgemmBags
 
     kjt = KeyedJaggedTensor(["f", "g"], torch.arange(20), lengths=torch.full((4,), 5))
-    table = FbgemmBags(None, [], 8, torch.float32, torch.device("cpu"), 2, [])
+    table = FbgemmBags(None, [], 8, torch.device("cpu"), 2, [])
     exchange = SimpleNamespace(name="bags", table=table, features=["f", "g"], anchor=torch.empty(0, 8))
     plan = SimpleNamespace(stats={"bytes_urgent": 320, "bytes_early": 320})
     counted = PooledBytes()
