@@ -40,6 +40,24 @@ class Disagreement(RuntimeError):
     """Ranks with different settings, or a rank that failed or did not come."""
 
 
+def _looks(seconds: float) -> Iterator[None]:
+    """Now, and again after growing pauses, for so long.
+
+    Not the store's own wait: until that ends, nothing else of this process can ask the store.
+    """
+    end, pause = time.monotonic() + seconds, 0.002
+    while True:
+        yield
+        if time.monotonic() > end:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _has_peers() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class _Meeting:
     """One agreement of one group: its keys in the store."""
 
@@ -64,14 +82,10 @@ class _Meeting:
 
     def wait(self, seconds: float) -> dict[str, Any] | None:
         """The verdict; None if there is none by then."""
-        end, pause = time.monotonic() + seconds, 0.002
-        # Not the store's own wait: until that ends, nothing else of this process can ask the store.
-        while not self._store.check([self._verdict]):
-            if time.monotonic() > end:
-                return None
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        return json.loads(self._store.get(self._verdict))
+        for _ in _looks(seconds):
+            if self._store.check([self._verdict]):
+                return json.loads(self._store.get(self._verdict))
+        return None
 
     def missing(self, ranks: list[int]) -> list[int]:
         return [rank for rank in ranks if not self._store.check([self._key_of(rank)])]
@@ -85,7 +99,7 @@ class _Meeting:
 
 def post_failure(error: BaseException) -> None:
     """Tell the others that this rank will not come. Never raises: the user must see the error itself."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if _has_peers():
         try:
             verdict = {"rank": dist.get_rank(), "error": f"{type(error).__name__}: {error}"}
             _Meeting(_EVERYONE).give_verdict(verdict)
@@ -98,7 +112,7 @@ def agree(settings: dict[str, object], timeout: float, group_name: str | None = 
 
     A rank that has not come `timeout` seconds after this one is waited for as long as it compiles.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not _has_peers():
         return
     ranks, group = list(range(dist.get_world_size())), _EVERYONE
     if group_name is not None:
@@ -124,7 +138,7 @@ def compare_soon(name: str, value: str, others: Iterable[str], seconds: float) -
     For what only some of the ranks would meet about: whoever comes has to say it, and waits for a moment at most, once
     in a process.
     """
-    if name in _compared or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if name in _compared or not _has_peers():
         return
     _compared.add(name)
     store, rank, prefix = distributed.default_store(), dist.get_rank(), f"{_KEY}/{name}"
@@ -134,15 +148,12 @@ def compare_soon(name: str, value: str, others: Iterable[str], seconds: float) -
     except RuntimeError as error:  # the store of a group that only pretends to have peers
         log.info("%s is not compared with that of other ranks: %s", name, error)
         return
-    end, pause = time.monotonic() + seconds, 0.002
-    while True:
+    for _ in _looks(seconds):
         arrived = {v: store.add(f"{prefix}/ranks/{v}", 0) for v in dict.fromkeys((value, *others))}
         if other := next((v for v, n in arrived.items() if n and v != value), None):
             _compare({int(store.get(f"{prefix}/first/{v}")): {name: v} for v in (value, other)})
-        if sum(arrived.values()) >= dist.get_world_size() or time.monotonic() > end:
+        if sum(arrived.values()) >= dist.get_world_size():
             return
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 _agreed_launches: set[str] = set()
@@ -220,7 +231,7 @@ def _beats(ranks: list[int]) -> dict[int, int]:
 @contextmanager
 def while_compiling(timeout: float) -> Iterator[None]:
     """Others that wait for this rank are told, now and then, that it is compiling."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not _has_peers():
         yield
         return
     done, store, key = threading.Event(), distributed.default_store(), f"{_COMPILING}/{dist.get_rank()}"

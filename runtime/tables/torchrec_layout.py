@@ -52,7 +52,6 @@ class _Part(NamedTuple):
 class ExchangeLayout:
     """The tables of one exchange, on all ranks."""
 
-    data_type: Any
     dim: int
     columns: list[Columns]  # its tables, in the order of the collection's
     table_rows: list[int]
@@ -76,7 +75,7 @@ def exchange_layouts(collection: Any, sharding: Any) -> Iterator[ExchangeLayout]
         configs = {_columns(t): t for part in parts if part is not None for t in part.configs()}
         columns = sorted(configs, key=lambda c: (order[c.table], c.first))
         rows = [torchrec.num_embeddings(collection, c.table) for c in columns]
-        layout = ExchangeLayout(key.data_type, key.dim, columns, rows, parts)
+        layout = ExchangeLayout(key.dim, columns, rows, parts)
         for rank, part in enumerate(parts):
             layout.shards += [] if part is None else _shards(part, rank, columns)
         for c in columns:

@@ -45,10 +45,7 @@ def unsupported_reason(collection: Any) -> str | None:
     """The first reason to leave an embedding collection to TorchRec, naming the table; None if it is supported."""
     configs = torchrec.embedding_configs(collection)
     pooled = torchrec.is_pooled_collection(collection)
-    halves = [config.name for config in configs if config.data_type.value == "FP16"]
     for name, sharding in collection.module_sharding_plan.items():
-        if name in halves and sharding.sharding_type == "data_parallel":
-            return f"table {name!r} is data_parallel and holds FP16 rows"
         kernel = "dense" if sharding.sharding_type == "data_parallel" else "fused"
         if sharding.sharding_type not in (_POOLED_SHARDINGS if pooled else _SHARDINGS):
             return f"table {name!r} is sharded {sharding.sharding_type}"
@@ -57,6 +54,9 @@ def unsupported_reason(collection: Any) -> str | None:
     for config in configs:
         if config.data_type.value not in ("FP32", "FP16"):
             return f"table {config.name!r} holds {config.data_type.value} rows"
+        kind = collection.module_sharding_plan[config.name].sharding_type
+        if config.data_type.value != "FP32" and kind == "data_parallel":
+            return f"table {config.name!r} is data_parallel and holds {config.data_type.value} rows"
     names = ", ".join(repr(c.name) for c in configs)
     env = torchrec.sharding_env(collection)
     if type(env).__name__ != "ShardingEnv" or env.process_group is None:

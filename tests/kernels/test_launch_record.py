@@ -143,3 +143,12 @@ def test_a_time_that_the_host_was_blocked(driver):
     (record,) = launch_record.records
     assert isinstance(record, LaunchRecord) and record.label == "meeting of the ranks" and record.bytes == 0
     assert record.exposed_seconds() == record.wait_ended - record.launched > 0
+
+
+def test_a_flight_ends_where_arrival_was_seen():
+    """Before the wait, or with it: a wait for what has arrived may be longer, where a process does not get its core."""
+    record = launch_record.LaunchRecord("urgent rows", 8)
+    record.launched, record.wait_began, record.wait_ended = 1.0, 3.0, 10.0
+    assert record.flight_seconds() == 9.0 and record.exposed_seconds() == 7.0
+    record.arrived_before_wait = True
+    assert record.flight_seconds() == 2.0 and record.exposed_seconds() == 7.0

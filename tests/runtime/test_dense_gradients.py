@@ -209,7 +209,7 @@ class Broken(nn.Module):
         return torch.tanh(self.a(x)).square().mean()
 
 
-def _dense_against_ddp(make: type[nn.Module]) -> float:
+def _dense_against_ddp(make: type[nn.Module], steps: int = STEPS) -> float:
     results = []
     for dense in (False, True):
         torch._dynamo.reset()
@@ -217,7 +217,7 @@ def _dense_against_ddp(make: type[nn.Module]) -> float:
         model = make()
         wrapped = model if dense else DistributedDataParallel(model)
         options = {"codegen": "eager", "dense": "allreduce" if dense else "off"}
-        results.append(_train(model, torch.compile(wrapped, backend="freescale", options=options)))
+        results.append(_train(model, torch.compile(wrapped, backend="freescale", options=options), steps))
     return _worst(*results)
 
 
@@ -225,9 +225,6 @@ def test_a_parameter_in_two_graphs_is_averaged_in_parts(checked):
     assert max(checked.of("graph break")) <= 1e-6
 
 
-@pytest.mark.skipif(
-    torch_version() in ("2.14", "2.15"), reason="Inductor fails on this model and one sample, without freescale too"
-)
 def test_checkpointed_activations(checked):
     assert max(checked.of("checkpointed")) <= 1e-6
 
@@ -444,7 +441,8 @@ CHECKS = {
     "native, not bucketed": partial(_native_against_ddp, passes="-bucket_gradients"),
     "native, no passes": partial(_native_against_ddp, passes="none"),
     "graph break": partial(_dense_against_ddp, Broken),
-    "checkpointed": partial(_dense_against_ddp, Checkpointed),
+    # Inductor of 2.14 and 2.15 fails on this model and one sample, without freescale too; the fourth batch is of one.
+    "checkpointed": partial(_dense_against_ddp, Checkpointed, 3 if torch_version() in ("2.14", "2.15") else STEPS),
     "other tensors": _gradients_of_other_tensors,
 }
 WITH_TORCHREC = {
