@@ -42,7 +42,7 @@ if rank == 0:
     peer.sendall(b"!")
     print(json.dumps({{"seconds": time.perf_counter() - began, "in_lab": netlab.in_lab()}}))
 else:
-    for _ in range(100):
+    for _ in range(1000):
         try:
             peer = socket.create_connection(address)
             break

@@ -12,6 +12,8 @@ from freescale.simulate import calibrate, cluster, dense_timing
 from ranks import run_ranks
 
 BLOCK = """
+import time
+
 import torch
 
 
@@ -21,6 +23,7 @@ class Block(torch.nn.Module):
         self.linear = torch.nn.Linear(dim, dim)
 
     def forward(self, x, offsets):
+        time.sleep(4e-5 * x.shape[0])
         return x + self.linear(x)
 """
 
@@ -40,7 +43,7 @@ def test_nothing_negative_is_fitted():
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
 def test_a_cluster_file_is_written(tmp_path, monkeypatch, capsys):
-    """With a block that takes no time, and without code generation."""
+    """With a block that sleeps for every token, so that no load hides what it takes, and without code generation."""
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(dense_timing, "BATCHES", {"cpu": ((4, 8), (2, 64), (1, 256))})
