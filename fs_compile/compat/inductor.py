@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -18,6 +19,7 @@ __all__ = ["CustomGraphPass", "get_hash_for_files"]
 
 log = logging.getLogger(__name__)
 
+_OPS_WITHOUT_AUTOGRAD = ("aten", "prims", "inductor", "_c10d_functional", "freescale")
 # Called around the compilation of each graph: with the graph, and with what compiles it or takes it from a cache.
 Watch = Callable[[fx.GraphModule, Callable[[], Any]], Any]
 
@@ -31,12 +33,37 @@ def compile_with_inductor(
     """
     import torch._functorch.config as functorch
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.output_code import CompiledFxGraph
 
     def compile_one(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        return watch(gm, lambda: compile_fx_inner(gm, inputs, **kwargs))
+        leave_autograd_out = traced_anew and _needs_no_autograd(gm)
+        compiled = watch(gm, lambda: compile_fx_inner(gm, inputs, **kwargs))
+        if leave_autograd_out and isinstance(compiled, CompiledFxGraph):
+            compiled.current_callable = _below_autograd(compiled.current_callable)
+        return compiled
 
     with functorch.patch(enable_autograd_cache=False) if traced_anew else contextlib.nullcontext():
         return compile_fx(gm, inputs, inner_compile=compile_one, config_patches=_patches(post_pass))  # type: ignore
+
+
+def _needs_no_autograd(gm: fx.GraphModule) -> bool:
+    """No op of the graph may use autograd inside: every one is torch's or ours, or has a kernel of its own for autograd,
+    behind which torch.library leaves autograd out anyway."""
+    ops = {n.target for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+    foreign = (op.name() for op in ops if op.namespace not in _OPS_WITHOUT_AUTOGRAD)
+    return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd") for name in foreign)
+
+
+def _below_autograd(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The same without autograd's layer of every op, which has nothing to do in a compiled graph. For an op that is
+    written in Python, torch.library's `custom_op`, that layer is Python, too."""
+    guard = torch._C._AutoDispatchBelowAutograd
+
+    def run(inputs: list[Any]) -> Any:
+        with guard():
+            return call(inputs)
+
+    return run
 
 
 def compile_with_interpreter(
@@ -116,7 +143,6 @@ def _interpret(
 
 
 def caches_are_on() -> bool:
-    import torch
     from torch._inductor import config
 
     # Inductor's, without which AOTAutograd's is off too
@@ -215,5 +241,8 @@ def probe() -> None:
 
     assert hasattr(config, "post_grad_custom_post_pass")
     assert hasattr(ir._CollectiveKernel, "create_out_of_place")
-    assert "_fx_graph_cache_key" in {f.name for f in dataclasses.fields(CompiledFxGraph)}
+    assert {"_fx_graph_cache_key", "current_callable"} <= {f.name for f in dataclasses.fields(CompiledFxGraph)}
+    with torch._C._AutoDispatchBelowAutograd():
+        assert not (torch.zeros(1, requires_grad=True) * 2).requires_grad
+    assert isinstance(torch._C._dispatch_has_kernel_for_dispatch_key("aten::add.Tensor", "Autograd"), bool)
     assert cache_hits() >= 0 and whole_hits() >= 0 and cache_dir()
