@@ -9,8 +9,9 @@ A *packing* is a text in the graph:
     fp8:stochastic         the same, rounded up or down so that the mean is right
 
 Both sides know all sizes from the counts that the plan has, so nothing else needs to be sent, asked or waited for.
+What goes to a peer is its *slab*. A rank's slab for itself does not travel: nobody packs it.
 
-`largest` cuts what goes to a peer, its *slab*, into blocks of ROWS rows; the last may be shorter. The block from row a
+`largest` cuts a slab into blocks of ROWS rows; the last may be shorter. The block from row a
 to row b of the slab has b * NUM // DEN - a * NUM // DEN entries. They hold its values of largest magnitude (of equal
 ones, those that come first; infinities and NaN count as the largest, so a failure stays visible), in the order of their
 places. An entry is three int16: the value's two halves, and its place in the block as an unsigned number.
@@ -69,6 +70,23 @@ def packed_counts(counts: torch.Tensor, packing: Packing) -> torch.Tensor:
     return counts * packing.num // packing.den if packing.kind == "largest" else counts
 
 
+@dataclass(frozen=True)
+class Slabs:
+    """Where the rows to or from each peer are. Both are int64 tensors on the CPU."""
+
+    first_row: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def of(cls, counts: torch.Tensor, own: int | None = None) -> Slabs:
+        """One behind another; of slab `own`, no rows."""
+        first_row = counts.cumsum(0) - counts
+        if own is not None:
+            counts = counts.clone()
+            counts[own] = 0
+        return cls(first_row, counts)
+
+
 # ---- the largest values ----------------------------------------------------------------------------------------------
 
 
@@ -81,19 +99,19 @@ class Blocks:
     entries: torch.Tensor
 
 
-def blocks_of(counts: torch.Tensor, packing: Packing) -> Blocks:
-    height = packing.block_rows
+def blocks_of(slabs: Slabs, packing: Packing) -> Blocks:
+    counts, height = slabs.rows, packing.block_rows
     n_blocks = (counts + height - 1) // height
     slab = torch.repeat_interleave(n_blocks)
     begin = (torch.arange(slab.shape[0]) - (n_blocks.cumsum(0) - n_blocks)[slab]) * height  # in the slab
     end = torch.minimum(begin + height, counts[slab])
     entries = packed_counts(end, packing) - packed_counts(begin, packing)
-    return Blocks((counts.cumsum(0) - counts)[slab] + begin, end - begin, entries)
+    return Blocks(slabs.first_row[slab] + begin, end - begin, entries)
 
 
-def compress(x: torch.Tensor, counts: torch.Tensor, packing: Packing) -> torch.Tensor:
+def compress(x: torch.Tensor, slabs: Slabs, packing: Packing) -> torch.Tensor:
     """uint8 [entries, 6]."""
-    blocks, dim = blocks_of(counts, packing), x.shape[1]
+    blocks, dim = blocks_of(slabs, packing), x.shape[1]
     total, most = int(blocks.entries.sum()), int(blocks.entries.max()) if blocks.entries.numel() else 0
     if total == 0:
         return x.new_empty((0, ENTRY_BYTES), dtype=torch.uint8)
@@ -116,19 +134,23 @@ def _as_int16(place: torch.Tensor) -> torch.Tensor:
     return torch.where(place < 32768, place, place - 65536).to(torch.int16)
 
 
-def entries_of(
-    packed: torch.Tensor, counts: torch.Tensor, packing: Packing, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def entries_of(packed: torch.Tensor, slabs: Slabs, packing: Packing, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the entries belong among the values of all slabs, and their values."""
-    blocks, halves = blocks_of(counts, packing), packed.view(torch.int16)
+    blocks, halves = blocks_of(slabs, packing), packed.view(torch.int16)
     first = torch.repeat_interleave(blocks.first_row * dim, blocks.entries).to(packed.device)
     return first + (halves[:, 2].long() & 0xFFFF), halves[:, :2].reshape(-1).view(torch.float32)
 
 
-def expand(packed: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, packing: Packing) -> None:
+def expand(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Packing) -> None:
     """The rows of compress(), with zeros for what did not travel."""
-    places, values = entries_of(packed, counts, packing, out.shape[1])
-    out.zero_().view(-1)[places] = values
+    fill_with_zeros(out, slabs)
+    places, values = entries_of(packed, slabs, packing, out.shape[1])
+    out.view(-1)[places] = values
+
+
+def fill_with_zeros(out: torch.Tensor, slabs: Slabs) -> None:
+    for first, rows in zip(slabs.first_row.tolist(), slabs.rows.tolist(), strict=True):
+        out[first : first + rows] = 0.0
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------

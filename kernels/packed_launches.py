@@ -2,7 +2,8 @@
 
 To the graph they are launches like the others: what they return has the shape of the rows, and is there after
 `_c10d_functional.wait_tensor`, in the same graph or in a later one. What was received is unpacked by that wait: on a
-GPU on the stream that waits. The launch's record has the bytes that travel.
+GPU on the stream that waits. What a rank sends to itself is copied when it is launched. The launch's record has the
+bytes that come from other ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ def launch_packed(transport_name, what, x, send_counts, recv_counts, n_recv, pri
     label = launch_record.launch_label(what, priority, table)
     _launches[label] += 1
     with launch_record.profiler_range("launch", label):
-        packed = row_packing.pack(packing, x, send_counts, recv_counts, _launches[label])
+        packed = row_packing.pack(packing, x, send_counts, recv_counts, group.rank(), _launches[label])
         out, n_packed = x.new_empty((n_recv, *x.shape[1:])), packed.n_recv
+        # before the start: whatever stream waits for the message waits for this too
+        row_packing.copy_own(x, out, send_counts, recv_counts, group.rank())
         transport = (
             open_transports.transport_for(transport_name, group, packed.x, n_packed) if transport_name else None
         )

@@ -40,7 +40,7 @@ PACKED: dict[Any, Any] = {
 ROW_BLOCK = 1024  # values among which the largest are chosen, about
 DENSE_BLOCK = 8192  # the same for dense gradients, at most
 
-Site = tuple[GraphExchange, Packing, sympy.Expr]  # what is compressed, how, and the bytes that are left
+Site = tuple[GraphExchange, Packing, sympy.Expr]  # what is compressed, how, and its bytes, a rank's own rows among them
 
 
 def compress_exchange(gm: fx.GraphModule, cfg: Config) -> int:
