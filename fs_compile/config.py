@@ -58,6 +58,7 @@ class Compression:
     dense: Fraction | None = None  # share of the bytes of dense gradients
     which: str = "background"  # or "all": urgent rows and gradients too
     wire: str = "fp32"  # type in which rows and their gradients travel
+    stochastic: bool = False  # gradients are rounded up or down to it, so that their mean is right
 
     @property
     def is_lossy(self) -> bool:
@@ -107,8 +108,9 @@ class Config:
     )
     wire: str = _flag(
         "fp32",
-        "For the pass `compress_exchange`: the type in which rows and their gradients travel",
-        ("fp32", "fp16", "bf16", "fp8"),
+        "For the pass `compress_exchange`: the type in which rows and their gradients travel; `stochastic`: gradients "
+        "are rounded up or down so that their mean is right, as those of `fp8` always are",
+        ("fp32", "fp16", "bf16", "fp8", "fp16,stochastic", "bf16,stochastic"),
     )
     record: str = _flag(
         "", "Folder for a record of what happened, one file per rank, for `python -m freescale report`; empty: none"
@@ -167,7 +169,8 @@ class Config:
                 found[name] = value
             else:
                 raise ConfigError(f"{PREFIX}COMPRESS must be {COMPRESS_FORM}, found {word!r}")
-        return Compression(wire=self.wire, **found)
+        wire, _, rounding = self.wire.partition(",")
+        return Compression(wire=wire, stochastic=rounding == "stochastic" or wire == "fp8", **found)
 
     def affecting_graphs(self) -> dict[str, Any]:
         """The settings that the compiled code may depend on, and that all ranks must have in common."""

@@ -6,7 +6,7 @@ A *packing* is a text in the graph:
                            where it belongs; the others arrive as zeros
     fp16, bf16             every value, rounded to nearest
     fp8                    every value as e4m3, with a float32 scale for each row; rounded to nearest
-    fp8:stochastic         the same, rounded up or down so that the mean is right
+    fp16:stochastic, ...   the same, rounded up or down so that the mean is right (rounding.py)
 
 Both sides know all sizes from the counts that the plan has, so nothing else needs to be sent, asked or waited for.
 What goes to a peer is its *slab*. A rank's slab for itself does not travel: nobody packs it.
@@ -24,13 +24,12 @@ from functools import cache
 
 import torch
 
+from freescale.kernels import rounding
+
 ENTRY_BYTES = 6
 MAX_BLOCK = 65536  # values: places are 16-bit numbers
 _PLACES = MAX_BLOCK - 1
-WIDE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_MASK = 0xFFFFFFFF
-FP8_MAX = 448.0
-_SMALLEST_SCALE = 0x00800000  # the smallest normal float32, as bits
+NARROW_TYPES = ("fp16", "bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def parse(text: str) -> Packing:
     if kind == "largest" and len(rest) == 2:
         num, den = map(int, rest[0].split("/"))
         return Packing(kind, num, den, int(rest[1]))
-    if kind in WIDE_TYPES and not rest or kind == "fp8" and rest in ([], ["stochastic"]):
+    if kind in NARROW_TYPES and rest in ([], ["stochastic"]):
         return Packing(kind, stochastic=bool(rest))
     raise ValueError(f"freescale: there is no packing {text!r}")
 
@@ -62,7 +61,7 @@ def row_bytes(packing: Packing, dim: int) -> int:
     """Of a packed row; of `largest`, of an entry."""
     if packing.kind == "largest":
         return ENTRY_BYTES
-    return (dim + 3) // 4 * 4 + 4 if packing.kind == "fp8" else 2 * dim
+    return rounding.fp8_row_bytes(dim) if packing.kind == "fp8" else 2 * dim
 
 
 def packed_counts(counts: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -151,57 +150,3 @@ def expand(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Packi
 def fill_with_zeros(out: torch.Tensor, slabs: Slabs) -> None:
     for first, rows in zip(slabs.first_row.tolist(), slabs.rows.tolist(), strict=True):
         out[first : first + rows] = 0.0
-
-
-# ---- fp8 -------------------------------------------------------------------------------------------------------------
-
-
-def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
-    """uint8 [n, dim, to a multiple of 4, and 4]: e4m3 and a scale that makes the row's largest magnitude 448.
-
-    A row with an infinity or NaN arrives as NaN.
-    """
-    n, dim = x.shape
-    if n == 0 or dim == 0:
-        return x.new_empty((n, row_bytes(Packing("fp8"), dim)), dtype=torch.uint8)
-    largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True).view(torch.float32)
-    # not divided: by a number, torch divides on a GPU by multiplying, and the bits are to be the same
-    scale = (largest * (1 / FP8_MAX)).view(torch.int32).clamp(min=_SMALLEST_SCALE).view(torch.float32)
-    codes = _round_to_e4m3(x / scale, launch_number)
-    padding = codes.new_zeros((n, -dim % 4))
-    return torch.cat([codes, padding, scale.view(torch.uint8)], dim=1)
-
-
-def _round_to_e4m3(y: torch.Tensor, launch_number: int | None) -> torch.Tensor:
-    """Codes of values of at most 448. To nearest, of two as near to the even one; or up with the probability that
-    makes the mean right."""
-    bits = y.view(torch.int32)
-    exponent = ((bits >> 23) & 0xFF).clamp(min=121)  # 2**-6 is the smallest that is normal
-    unit = ((exponent - 3) << 23).view(torch.float32)  # the distance of neighbours
-    steps = y.abs() / unit
-    if launch_number is None:
-        steps = steps.round()
-    else:
-        steps = (steps + _uniform(y, launch_number)).floor()
-    rounded = (steps * unit).clamp(max=FP8_MAX)
-    wide = rounded.view(torch.int32)
-    normal = (wide >> 20) - (120 << 3)
-    code = torch.where(rounded < 2.0**-6, (rounded * 512.0).to(torch.int32), normal)
-    code = torch.where(torch.isnan(y), 0x7F, code)
-    return (code | ((bits >> 24) & 0x80)).to(torch.uint8)
-
-
-def _uniform(y: torch.Tensor, launch_number: int) -> torch.Tensor:
-    """In [0, 1), from a value's place and the number of the launch alone."""
-    h = torch.arange(y.numel(), device=y.device) * 0x9E3779B1 + launch_number * 0x85EBCA77 & _MASK
-    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
-    h = ((h ^ (h >> 15)) * 0x846CA68B) & _MASK
-    return ((h ^ (h >> 16)) >> 8).float().mul_(2.0**-24).view(y.shape)
-
-
-def from_fp8(packed: torch.Tensor, out: torch.Tensor) -> None:
-    if out.numel() == 0:
-        return
-    codes = packed[:, : out.shape[1]].contiguous().view(torch.float8_e4m3fn)
-    scale = packed[:, -4:].contiguous().view(torch.float32)
-    torch.mul(codes.to(torch.float32), scale, out=out)

@@ -8,18 +8,8 @@ from functools import partial
 
 import torch
 
-from freescale.kernels.compression import (
-    WIDE_TYPES,
-    Packing,
-    Slabs,
-    compress,
-    entries_of,
-    expand,
-    from_fp8,
-    packed_counts,
-    parse,
-    to_fp8,
-)
+from freescale.kernels.compression import Packing, Slabs, compress, entries_of, expand, packed_counts, parse
+from freescale.kernels.rounding import WIDE_TYPES, from_fp8, to_fp8, to_wide
 
 
 @dataclass(frozen=True)
@@ -40,7 +30,7 @@ def pack(
     text: str, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int, launch_number: int
 ) -> Packed:
     """Rows of float32 [n, dim], those of all peers one after another; without those of this rank, see copy_own().
-    `launch_number`: of it and of the place among what travels follows which way fp8:stochastic rounds a value."""
+    `launch_number`: of it and of its place among what travels follows which way a value is rounded stochastically."""
     packing, send, recv = parse(text), Slabs.of(send_counts, rank), Slabs.of(recv_counts, rank)
     unpack: Callable[[torch.Tensor, torch.Tensor], None]
     if packing.kind == "largest":
@@ -72,9 +62,14 @@ def _around(x: torch.Tensor, counts: torch.Tensor, rank: int) -> list[torch.Tens
 
 
 def _narrow(x: torch.Tensor, packing: Packing, launch_number: int) -> torch.Tensor:
+    number = launch_number if packing.stochastic else None
     if packing.kind == "fp8":
-        return to_fp8(x, launch_number if packing.stochastic else None)
-    return x.to(WIDE_TYPES[packing.kind]).view(torch.uint8)
+        return to_fp8(x, number)
+    if x.is_cuda and number is not None:
+        from freescale.kernels import rounding_triton
+
+        return rounding_triton.to_wide(x, WIDE_TYPES[packing.kind], number).view(torch.uint8)
+    return to_wide(x, WIDE_TYPES[packing.kind], number).view(torch.uint8)
 
 
 def _widen(packed: torch.Tensor, out: torch.Tensor, packing: Packing, counts: torch.Tensor, rank: int) -> None:

@@ -111,7 +111,7 @@ def _row_site(x: GraphExchange, asked: Compression) -> Site:
     dim = int(_sent(x).shape[1])
     rows = x.bytes / (4 * dim) if dim else sympy.Integer(0)
     if asked.rows is None:
-        packing = Packing(asked.wire, stochastic=asked.wire == "fp8" and x.payload == "gradients")
+        packing = Packing(asked.wire, stochastic=asked.stochastic and x.payload == "gradients")
         return x, packing, rows * compression.row_bytes(packing, dim)
     entries = asked.rows * 4 * dim / ENTRY_BYTES  # for each row
     packing = Packing("largest", entries.numerator, entries.denominator, max(1, ROW_BLOCK // max(dim, 1)))

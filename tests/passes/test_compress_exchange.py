@@ -208,6 +208,7 @@ CASES = {
     "all": ({"compress": "rows:0.3,which=all"}, "all", "largest:8/5:128", "largest:8/5:128"),
     "fp8": ({"wire": "fp8", "compress": "which=all"}, "all", "fp8", "fp8:stochastic"),
     "bf16": ({"wire": "bf16"}, "background", "bf16", "bf16"),
+    "stochastic": ({"wire": "fp16,stochastic", "compress": "which=all"}, "all", "fp16", "fp16:stochastic"),
 }
 
 
