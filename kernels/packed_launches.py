@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from freescale.compat import distributed, dynamo
-from freescale.kernels import row_packing
+from freescale.kernels import lossless, row_packing
+from freescale.kernels.compression import LOSSLESS
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LAUNCH_SUFFIXES, lib
 from freescale.kernels.transports import c10d, launch_record, open_transports
@@ -29,7 +30,7 @@ def launch_packed(transport_name, what, x, send_counts, recv_counts, n_recv, pri
     label = launch_record.launch_label(what, priority, table)
     _launches[label] += 1
     with launch_record.profiler_range("launch", label):
-        packed = row_packing.pack(packing, x, send_counts, recv_counts, group.rank(), _launches[label])
+        packed = _pack(packing, x, send_counts, recv_counts, group, _launches[label])
         out, n_packed = x.new_empty((n_recv, *x.shape[1:])), packed.n_recv
         # before the start: whatever stream waits for the message waits for this too
         row_packing.copy_own(x, out, send_counts, recv_counts, group.rank())
@@ -49,6 +50,20 @@ def launch_packed(transport_name, what, x, send_counts, recv_counts, n_recv, pri
         work = launch_record.RecordedMessage(transport, message, label, out, group, received.nbytes, unpack)
     distributed.register_work(out, work)
     return out
+
+
+def _pack(packing, x, send_counts, recv_counts, group, launch_number):
+    if packing == LOSSLESS:
+        return lossless.pack(x, send_counts, recv_counts, group.rank(), partial(_exchange_sizes, group, x.device))
+    return row_packing.pack(packing, x, send_counts, recv_counts, group.rank(), launch_number)
+
+
+def _exchange_sizes(group: Any, device: torch.device, sizes: torch.Tensor) -> torch.Tensor:
+    with launch_record.record_host_wait("sizes of what is compressed"):
+        sent, ones = sizes.to(device), [1] * group.size()
+        received = torch.empty_like(sent)
+        c10d.start_all_to_all(received, sent, ones, ones, group).wait()
+        return received.cpu()
 
 
 def _unpack(packed: row_packing.Packed, received: torch.Tensor, out: torch.Tensor) -> None:

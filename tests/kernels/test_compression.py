@@ -89,9 +89,9 @@ def test_what_is_not_finite_counts_as_largest():
 
 
 def test_packings_are_their_texts():
-    for text in ("largest:32/15:16", "fp16", "bf16", "fp8", "fp8:stochastic", "fp16:stochastic", "bf16:stochastic"):
+    for text in ("largest:32/15:16", "fp16", "bf16", "fp8", "fp8:stochastic", "fp16:stochastic", "bf16:stochastic", "lossless"):
         assert str(parse(text)) == text
-    for text in ("fp4", "fp16:nearest", "largest", "largest:1/2:2:stochastic", ""):
+    for text in ("fp4", "fp16:nearest", "largest", "largest:1/2:2:stochastic", "lossless:stochastic", ""):
         with pytest.raises(ValueError, match="there is no packing"):
             parse(text)
 

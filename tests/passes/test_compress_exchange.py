@@ -25,16 +25,21 @@ LOSSY = {"passes": "all,compress_exchange", "codegen": "eager"}
 
 
 class Model(nn.Module):
-    def __init__(self, dim: int = 8, dtype: torch.dtype = torch.float32) -> None:
+    """`used`: so many columns of a row; the gradients of the others are zeros."""
+
+    def __init__(self, dim: int = 8, dtype: torch.dtype = torch.float32, used: int = 8) -> None:
         super().__init__()
         import freescale
 
         torch.manual_seed(0)
         self.table = freescale.ShardedEmbedding(97, dim, name="item", optimizer="rowwise_adagrad", lr=0.1, dtype=dtype)
-        self.out = nn.Linear(dim, dim, dtype=dtype)
+        self.out, self.used = nn.Linear(dim, dim, dtype=dtype), torch.arange(dim) < used
+        self.all_used = used >= dim
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         found = self.table(batch["item"])
+        if not self.all_used:
+            found = found * self.used
         return (torch.tanh(self.out(found)) * found).sum() / 8
 
 
@@ -139,11 +144,11 @@ def _batches(steps):
         yield {"item": torch.randint(0, 97, (5 + (7 * step + rank) % 30,), generator=g)}
 
 
-def _train(options, ahead, steps=8):
+def _train(options, ahead, steps=8, **of_model):
     import freescale
 
     torch._dynamo.reset()
-    model = Model()
+    model = Model(**of_model)
     run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager", **options})
     optimizer = torch.optim.SGD(model.out.parameters(), lr=0.05)
     losses, batches = [], _batches(steps)
@@ -228,6 +233,23 @@ def test_one_rank_loses_nothing():
     run_ranks(_alone, 1)
 
 
+def _lossless():
+    from freescale.kernels import lossless
+
+    options = {"passes": "all,compress_exchange", "compress": "rows:lossless,which=all", "strict": True}
+    for codegen in ("eager", "inductor"):
+        for ahead in (False, True):
+            exact = _train({"codegen": codegen}, ahead, used=1)
+            with mock.patch.object(lossless, "pack", side_effect=lossless.pack) as pack:
+                got = _train({**options, "codegen": codegen}, ahead, used=1)
+            assert pack.call_count >= 16  # rows and gradients of 8 steps
+            assert got[0] == exact[0] and all(torch.equal(t, exact[1][n]) for n, t in got[1].items())
+
+
+def test_without_zeros_training_is_the_same():
+    run_ranks(_lossless, 2)
+
+
 @pytest.mark.slow
 def test_training_equals_a_simulation_on_four_ranks():
     run_ranks(_equals_a_simulation, 4, *CASES["background"])
@@ -246,7 +268,7 @@ def test_generated_code_trains_alike():
     run_ranks(_generated_code, 2)
 
 
-def _bytes():
+def _bytes(less, used=8):
     from freescale.kernels.transports import c10d, launch_record
 
     received, honest = [], c10d.start_all_to_all
@@ -256,16 +278,25 @@ def _bytes():
         return honest(out, x, recv, send, group)
 
     found = {}
-    for name, options in (("exact", {}), ("less", {"passes": "all,compress_exchange", "compress": "rows:0.1,which=all"})):
+    for name, options in (("exact", {}), ("less", {"passes": "all,compress_exchange", "compress": less})):
         launch_record.records.clear()
         received.clear()
         with mock.patch.object(c10d, "start_all_to_all", counting):
-            _train(options, False)
+            _train(options, False, used=used)
         found[name] = sum(received)
+    sizes = sum(8 * (dist.get_world_size() - 1) for r in launch_record.records if r.label.startswith("sizes"))
+    found["less"] -= sizes
     assert sum(r.bytes for r in launch_record.records if " of item" in r.label) == found["less"]
     return found
 
 
 def test_records_have_the_bytes_that_travel():
-    for found in run_ranks(_bytes, 2):
+    for found in run_ranks(_bytes, 2, "rows:0.1,which=all"):
         assert 0.08 * found["exact"] < found["less"] <= 0.1 * found["exact"]
+
+
+def test_zeros_do_not_travel():
+    """Of 8 values of a gradient 1 is no zero, and each has a bit: 1/8 + 1/32 of their bytes, and all of the rows'."""
+    found = run_ranks(_bytes, 2, "rows:lossless,which=all", 1)
+    exact, less = (sum(of_rank[name] for of_rank in found) for name in ("exact", "less"))
+    assert 0.578 * exact < less < 0.6 * exact
