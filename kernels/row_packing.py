@@ -63,12 +63,14 @@ def _around(x: torch.Tensor, counts: torch.Tensor, rank: int) -> list[torch.Tens
 
 def _narrow(x: torch.Tensor, packing: Packing, launch_number: int) -> torch.Tensor:
     number = launch_number if packing.stochastic else None
-    if packing.kind == "fp8":
-        return to_fp8(x, number)
-    if x.is_cuda and number is not None:
+    if x.is_cuda and (packing.kind == "fp8" or number is not None):
         from freescale.kernels import rounding_triton
 
+        if number is None or packing.kind == "fp8":
+            return rounding_triton.to_fp8(x, number)
         return rounding_triton.to_wide(x, WIDE_TYPES[packing.kind], number).view(torch.uint8)
+    if packing.kind == "fp8":
+        return to_fp8(x, number)
     return to_wide(x, WIDE_TYPES[packing.kind], number).view(torch.uint8)
 
 
@@ -76,7 +78,11 @@ def _widen(packed: torch.Tensor, out: torch.Tensor, packing: Packing, counts: to
     begin = 0
     for part in _around(out, counts, rank):
         rows = packed[begin : begin + part.shape[0]]
-        if packing.kind == "fp8":
+        if packing.kind == "fp8" and part.is_cuda:
+            from freescale.kernels import rounding_triton
+
+            rounding_triton.from_fp8(rows, part)
+        elif packing.kind == "fp8":
             from_fp8(rows, part)
         else:
             part.copy_(rows.view(WIDE_TYPES[packing.kind]))

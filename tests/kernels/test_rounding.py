@@ -1,4 +1,4 @@
-"""Stochastic rounding to float16 and bfloat16: its promises, and the kernel against them."""
+"""Stochastic rounding to float16 and bfloat16: its promises; and the kernels that round, against their definitions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,36 @@ def rounds_as_defined(device: str) -> None:
         assert torch.equal(got[numbers].view(torch.int16), expected[numbers].view(torch.int16))
 
 
-CASES = [rounds_as_defined]
+def fp8_as_defined(device: str) -> None:
+    from freescale.kernels import rounding_triton
+
+    for n, dim in ((0, 8), (1, 1), (9, 3), (300, 4), (3, 1100)):
+        x = torch.randn(n, dim) * torch.exp(20 * torch.randn(n, 1))
+        if n > 4 and dim:
+            x[2], x[3, 0], x[4, -1], x[0, 0] = -0.0, torch.inf, torch.nan, 0.0
+        for number in (None, 1, 2**20 + 7):
+            expected = rounding.to_fp8(x, number)
+            got = rounding_triton.to_fp8(x.to(device), number)
+            finite = x.isfinite().all(1)  # of the others, NaNs may have other bits
+            assert torch.equal(got.cpu()[finite], expected[finite]), (n, dim, number)
+            back, unpacked = torch.full_like(x, 7.0), torch.full_like(x, 7.0, device=device)
+            rounding.from_fp8(expected, back)
+            rounding_triton.from_fp8(got, unpacked)
+            assert torch.equal(unpacked.cpu()[finite].view(torch.int32), back[finite].view(torch.int32))
+            assert unpacked.cpu()[~finite].isnan().all() and back[~finite].isnan().all()
+
+
+def every_code_has_its_value(device: str) -> None:
+    from freescale.kernels import rounding_triton
+
+    packed = torch.cat([torch.arange(256).to(torch.uint8), torch.tensor([1.0]).view(torch.uint8)])[None]
+    got = torch.empty(1, 256, device=device)
+    rounding_triton.from_fp8(packed.to(device), got)
+    expected = packed[:, :256].view(torch.float8_e4m3fn).float()
+    assert torch.equal(got.cpu().nan_to_num(999.0), expected.nan_to_num(999.0)) and int(expected.isnan().sum()) == 2
+
+
+CASES = [rounds_as_defined, fp8_as_defined, every_code_has_its_value]
 test_in_the_interpreter = in_the_interpreter(__file__, CASES)
 test_on_a_gpu = on_a_gpu(CASES)
 
