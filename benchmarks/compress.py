@@ -15,8 +15,9 @@ users for whom it is among the ten best of all items. `spread` is the standard d
     rows 20x     FREESCALE_COMPRESS=rows:0.05,which=all
     dense 100x   FREESCALE_COMPRESS=dense:0.01
 
-Bytes are those of one step as the meter has them, of table rows with their gradients and of dense gradients; `link` is
-the time of a step with look-ahead on a link of 20 Mbit/s (netlab.py: root and iproute2; without them no figure).
+Bytes are those that a rank receives from the other in one step: of table rows with their gradients, counted where an
+all-to-all starts, and of dense gradients as the meter has them. `link` is the time of a step with look-ahead on a link
+of 20 Mbit/s (netlab.py: root and iproute2; without them no figure).
 --kernels, on a GPU: the kernels that pack and unpack, against a copy of the same rows.
 """
 
@@ -28,6 +29,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +160,27 @@ def train(name: str, users: list[Any], items: int, settings: dict[str, Any]) -> 
     return found
 
 
+@contextmanager
+def bytes_from_others() -> Iterator[list[int]]:
+    """Of rows and their gradients, so far, when each step ends. (Of an exact launch the meter counts a rank's own.)"""
+    import freescale
+    from freescale.kernels.transports import c10d
+
+    start, so_far, at_ends = c10d.start_all_to_all, [0], [0]
+
+    def start_and_count(out: Any, x: Any, recv: list[int], send: list[int], group: Any) -> Any:
+        so_far[0] += (sum(recv) - recv[group.rank()]) * out[:1].nbytes
+        return start(out, x, recv, send, group)
+
+    stop_listening = freescale.meter.listen(lambda step: at_ends.append(so_far[0]))
+    c10d.start_all_to_all = start_and_count
+    try:
+        yield at_ends
+    finally:
+        c10d.start_all_to_all = start
+        stop_listening()
+
+
 def step_of(run: Any, optimizer: Any, steps: Any, users: list[Any], items: int, rank: int) -> dict[str, Any]:
     import freescale
 
@@ -165,14 +189,14 @@ def step_of(run: Any, optimizer: Any, steps: Any, users: list[Any], items: int, 
     if netlab.in_lab():
         netlab.set_rate(LINK)
     freescale.meter.clear()
-    steps(freescale.LookaheadLoader(more, run), optimizer)
+    with bytes_from_others() as at_ends:
+        steps(freescale.LookaheadLoader(more, run), optimizer)
     if netlab.in_lab():
         netlab.set_rate(None)
     middle = freescale.meter.steps()[2:-2]
-    dense = statistics.fmean(s["bytes"].get("dense gradients", 0) for s in middle)
-    every = statistics.fmean(sum(s["bytes"].values()) for s in middle)
     return {
-        "dense_bytes": dense, "row_bytes": every - dense,
+        "dense_bytes": statistics.fmean(s["bytes"].get("dense gradients", 0) for s in middle),
+        "row_bytes": (at_ends[-3] - at_ends[2]) / len(middle),
         "link_ms": statistics.median(s["seconds"] for s in middle) * 1e3 if netlab.in_lab() else None,
     }  # fmt: skip
 
@@ -236,7 +260,7 @@ def kernels() -> dict[str, float]:
 
     from freescale.kernels import compression, compression_triton
 
-    x, counts = torch.randn(2_000_000, 128, device="cuda"), torch.tensor([2_000_000])
+    x, slabs = torch.randn(2_000_000, 128, device="cuda"), compression.Slabs.of(torch.tensor([2_000_000]))
     out, found = torch.empty_like(x), {}
 
     def milliseconds(call: Any) -> float:
@@ -253,10 +277,10 @@ def kernels() -> dict[str, float]:
     found["copy"] = milliseconds(lambda: out.copy_(x))
     for share, text in ((0.2, "largest:256/15:8"), (0.05, "largest:64/15:8")):
         packing = compression.parse(text)
-        packed = compression_triton.compress(x, counts, packing)
-        found[f"compress {share}"] = milliseconds(lambda p=packing: compression_triton.compress(x, counts, p))
+        packed = compression_triton.compress(x, slabs, packing)
+        found[f"compress {share}"] = milliseconds(lambda p=packing: compression_triton.compress(x, slabs, p))
         found[f"expand {share}"] = milliseconds(
-            lambda p=packing, k=packed: compression_triton.expand(k, out, counts, p)
+            lambda p=packing, k=packed: compression_triton.expand(k, out, slabs, p)
         )
     for name, ms in found.items():
         print(f"{name:15s} {ms:8.3f} ms {ms / found['copy']:6.2f} copies")

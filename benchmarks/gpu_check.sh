@@ -91,7 +91,7 @@ start tests_transports_2 1 400 "${gpu[@]}" "${training}[2]"
 start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py tests/runtime/tables/test_plan_block.py tests/runtime/tables/test_fbgemm_table.py tests/runtime/tables/test_native_adam.py --deselect "$training"
 start nixl 1 200 "${gpu[@]}" tests/kernels/test_nixl.py
 start transports 1 300 "${gpu[@]}" tests/kernels/test_transports.py
-start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_compression_kernels.py tests/kernels/test_compression.py tests/kernels/test_large_tables.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
+start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_compression_kernels.py tests/kernels/test_compression.py tests/kernels/test_lossless.py tests/kernels/test_rounding.py tests/kernels/test_large_tables.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
 start hstu 1 200 "${gpu[@]}" tests/models/test_hstu_attention.py tests/models/test_persrec_attention.py tests/benchmarks/test_hstu_attention_benchmark.py
 start train 1 250 "${gpu[@]}" tests/models/test_train_example.py
 start sanitizer_rows 1 300 "${sanitizer[@]}" tests/kernels/test_row_kernels.py

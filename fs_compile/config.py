@@ -39,7 +39,7 @@ LOSSY_PASSES = ("compress_exchange",)
 PASS_NAMES = tuple(name for name in PASS_ORDER if name not in LOSSY_PASSES)  # those of `all`
 
 DENSE_CHOICES = ("off", "allreduce")
-COMPRESS_FORM = "rows:SHARE, dense:SHARE or both, then which=background or which=all"
+COMPRESS_FORM = "rows:SHARE or rows:lossless, dense:SHARE or both, then which=background or which=all"
 
 
 class ConfigError(ValueError):
@@ -55,13 +55,15 @@ class Compression:
     """What FREESCALE_COMPRESS and FREESCALE_WIRE ask for."""
 
     rows: Fraction | None = None  # share of the bytes of rows and their gradients that travels
+    lossless: bool = False  # all of them but zeros
     dense: Fraction | None = None  # share of the bytes of dense gradients
     which: str = "background"  # or "all": urgent rows and gradients too
     wire: str = "fp32"  # type in which rows and their gradients travel
+    stochastic: bool = False  # gradients are rounded up or down to it, so that their mean is right
 
     @property
-    def is_lossy(self) -> bool:
-        return self.rows is not None or self.dense is not None or self.wire != "fp32"
+    def sends_less(self) -> bool:
+        return self.rows is not None or self.lossless or self.dense is not None or self.wire != "fp32"
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,14 @@ class Config:
     compress: str = _flag(
         "",
         "For the pass `compress_exchange`: the share of bytes that travels, `rows:0.05`, `dense:0.01` or both, and "
-        "`which=all` for urgent rows and gradients too; empty: nothing is left out ([compression](compress.md))",
+        "`which=all` for urgent rows and gradients too; `rows:lossless`: zeros alone are left out; empty: nothing is "
+        "left out ([compression](compress.md))",
     )
     wire: str = _flag(
         "fp32",
-        "For the pass `compress_exchange`: the type in which rows and their gradients travel",
-        ("fp32", "fp16", "bf16", "fp8"),
+        "For the pass `compress_exchange`: the type in which rows and their gradients travel; `stochastic`: gradients "
+        "are rounded up or down so that their mean is right, as those of `fp8` always are",
+        ("fp32", "fp16", "bf16", "fp8", "fp16,stochastic", "bf16,stochastic"),
     )
     record: str = _flag(
         "", "Folder for a record of what happened, one file per rank, for `python -m freescale report`; empty: none"
@@ -135,12 +139,12 @@ class Config:
                 f"{flag} changes the numbers of training, which only the pass compress_exchange may: "
                 f"set {PREFIX}PASSES={also},compress_exchange"
             )
-        if named and self.strict and not asked.is_lossy:
+        if named and self.strict and not asked.sends_less:
             raise ConfigError(
                 f"strict refuses a lossy pass without an explicit ratio: set {PREFIX}COMPRESS or {PREFIX}WIRE, or "
                 f"leave compress_exchange out of {PREFIX}PASSES"
             )
-        if asked.rows is not None and asked.wire != "fp32":
+        if (asked.rows is not None or asked.lossless) and asked.wire != "fp32":
             raise ConfigError(
                 f"{PREFIX}COMPRESS={self.compress} picks values of rows and {PREFIX}WIRE={self.wire} rounds them; "
                 "rows can have one of the two"
@@ -161,13 +165,16 @@ class Config:
             kind = "=" if "=" in word else ":"
             if name in found:
                 raise ConfigError(f"{PREFIX}COMPRESS says {name} twice: {self.compress!r}")
-            if sign and kind == ":" and name in ("rows", "dense"):
+            if word == "rows:lossless":
+                found |= {"rows": None, "lossless": True}
+            elif sign and kind == ":" and name in ("rows", "dense"):
                 found[name] = _share(value, word)
             elif kind == "=" and name == "which" and value in ("background", "all"):
                 found[name] = value
             else:
                 raise ConfigError(f"{PREFIX}COMPRESS must be {COMPRESS_FORM}, found {word!r}")
-        return Compression(wire=self.wire, **found)
+        wire, _, rounding = self.wire.partition(",")
+        return Compression(wire=wire, stochastic=rounding == "stochastic" or wire == "fp8", **found)
 
     def affecting_graphs(self) -> dict[str, Any]:
         """The settings that the compiled code may depend on, and that all ranks must have in common."""

@@ -6,14 +6,16 @@ A *packing* is a text in the graph:
                            where it belongs; the others arrive as zeros
     fp16, bf16             every value, rounded to nearest
     fp8                    every value as e4m3, with a float32 scale for each row; rounded to nearest
-    fp8:stochastic         the same, rounded up or down so that the mean is right
+    fp16:stochastic, ...   the same, rounded up or down so that the mean is right (rounding.py)
+    lossless               all values but zeros, and where they belong (lossless.py)
 
-Both sides know all sizes from the counts that the plan has, so nothing else needs to be sent, asked or waited for.
+Of all but the last, both sides know all sizes from the counts that the plan has, so nothing else needs to be sent,
+asked or waited for. What goes to a peer is its *slab*. A rank's slab for itself does not travel: nobody packs it.
 
-`largest` cuts what goes to a peer, its *slab*, into blocks of ROWS rows; the last may be shorter. The block from row a
-to row b of the slab has b * NUM // DEN - a * NUM // DEN entries. They hold its values of largest magnitude (of equal
-ones, those that come first; infinities and NaN count as the largest, so a failure stays visible), in the order of their
-places. An entry is three int16: the value's two halves, and its place in the block as an unsigned number.
+`largest` cuts a slab into blocks of ROWS rows; the last may be shorter. The block from row a to row b of the slab has
+b * NUM // DEN - a * NUM // DEN entries. They hold its values of largest magnitude (of equal ones, those that come
+first; infinities and NaN count as the largest, so a failure stays visible), in the order of their places. An entry is
+three int16: the value's two halves, and its place in the block as an unsigned number.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ from functools import cache
 
 import torch
 
+from freescale.kernels import rounding
+
 ENTRY_BYTES = 6
 MAX_BLOCK = 65536  # values: places are 16-bit numbers
 _PLACES = MAX_BLOCK - 1
-WIDE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_MASK = 0xFFFFFFFF
-FP8_MAX = 448.0
-_SMALLEST_SCALE = 0x00800000  # the smallest normal float32, as bits
+NARROW_TYPES = ("fp16", "bf16", "fp8")
+LOSSLESS = "lossless"
 
 
 @dataclass(frozen=True)
 class Packing:
-    kind: str  # "largest", "fp16", "bf16" or "fp8"
+    kind: str  # "largest", "fp16", "bf16", "fp8" or "lossless"
     num: int = 1
     den: int = 1
     block_rows: int = 1
@@ -52,7 +54,7 @@ def parse(text: str) -> Packing:
     if kind == "largest" and len(rest) == 2:
         num, den = map(int, rest[0].split("/"))
         return Packing(kind, num, den, int(rest[1]))
-    if kind in WIDE_TYPES and not rest or kind == "fp8" and rest in ([], ["stochastic"]):
+    if kind in NARROW_TYPES and rest in ([], ["stochastic"]) or text == LOSSLESS:
         return Packing(kind, stochastic=bool(rest))
     raise ValueError(f"freescale: there is no packing {text!r}")
 
@@ -61,12 +63,29 @@ def row_bytes(packing: Packing, dim: int) -> int:
     """Of a packed row; of `largest`, of an entry."""
     if packing.kind == "largest":
         return ENTRY_BYTES
-    return (dim + 3) // 4 * 4 + 4 if packing.kind == "fp8" else 2 * dim
+    return rounding.fp8_row_bytes(dim) if packing.kind == "fp8" else 2 * dim
 
 
 def packed_counts(counts: torch.Tensor, packing: Packing) -> torch.Tensor:
     """How many packed rows stand for so many rows to or from each peer."""
     return counts * packing.num // packing.den if packing.kind == "largest" else counts
+
+
+@dataclass(frozen=True)
+class Slabs:
+    """Where the rows to or from each peer are. Both are int64 tensors on the CPU."""
+
+    first_row: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def of(cls, counts: torch.Tensor, own: int | None = None) -> Slabs:
+        """One behind another; of slab `own`, no rows."""
+        first_row = counts.cumsum(0) - counts
+        if own is not None:
+            counts = counts.clone()
+            counts[own] = 0
+        return cls(first_row, counts)
 
 
 # ---- the largest values ----------------------------------------------------------------------------------------------
@@ -81,19 +100,19 @@ class Blocks:
     entries: torch.Tensor
 
 
-def blocks_of(counts: torch.Tensor, packing: Packing) -> Blocks:
-    height = packing.block_rows
+def blocks_of(slabs: Slabs, packing: Packing) -> Blocks:
+    counts, height = slabs.rows, packing.block_rows
     n_blocks = (counts + height - 1) // height
     slab = torch.repeat_interleave(n_blocks)
     begin = (torch.arange(slab.shape[0]) - (n_blocks.cumsum(0) - n_blocks)[slab]) * height  # in the slab
     end = torch.minimum(begin + height, counts[slab])
     entries = packed_counts(end, packing) - packed_counts(begin, packing)
-    return Blocks((counts.cumsum(0) - counts)[slab] + begin, end - begin, entries)
+    return Blocks(slabs.first_row[slab] + begin, end - begin, entries)
 
 
-def compress(x: torch.Tensor, counts: torch.Tensor, packing: Packing) -> torch.Tensor:
+def compress(x: torch.Tensor, slabs: Slabs, packing: Packing) -> torch.Tensor:
     """uint8 [entries, 6]."""
-    blocks, dim = blocks_of(counts, packing), x.shape[1]
+    blocks, dim = blocks_of(slabs, packing), x.shape[1]
     total, most = int(blocks.entries.sum()), int(blocks.entries.max()) if blocks.entries.numel() else 0
     if total == 0:
         return x.new_empty((0, ENTRY_BYTES), dtype=torch.uint8)
@@ -116,70 +135,20 @@ def _as_int16(place: torch.Tensor) -> torch.Tensor:
     return torch.where(place < 32768, place, place - 65536).to(torch.int16)
 
 
-def entries_of(
-    packed: torch.Tensor, counts: torch.Tensor, packing: Packing, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def entries_of(packed: torch.Tensor, slabs: Slabs, packing: Packing, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the entries belong among the values of all slabs, and their values."""
-    blocks, halves = blocks_of(counts, packing), packed.view(torch.int16)
+    blocks, halves = blocks_of(slabs, packing), packed.view(torch.int16)
     first = torch.repeat_interleave(blocks.first_row * dim, blocks.entries).to(packed.device)
     return first + (halves[:, 2].long() & 0xFFFF), halves[:, :2].reshape(-1).view(torch.float32)
 
 
-def expand(packed: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, packing: Packing) -> None:
+def expand(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Packing) -> None:
     """The rows of compress(), with zeros for what did not travel."""
-    places, values = entries_of(packed, counts, packing, out.shape[1])
-    out.zero_().view(-1)[places] = values
+    fill_with_zeros(out, slabs)
+    places, values = entries_of(packed, slabs, packing, out.shape[1])
+    out.view(-1)[places] = values
 
 
-# ---- fp8 -------------------------------------------------------------------------------------------------------------
-
-
-def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
-    """uint8 [n, dim, to a multiple of 4, and 4]: e4m3 and a scale that makes the row's largest magnitude 448.
-
-    A row with an infinity or NaN arrives as NaN.
-    """
-    n, dim = x.shape
-    if n == 0 or dim == 0:
-        return x.new_empty((n, row_bytes(Packing("fp8"), dim)), dtype=torch.uint8)
-    largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True).view(torch.float32)
-    # not divided: by a number, torch divides on a GPU by multiplying, and the bits are to be the same
-    scale = (largest * (1 / FP8_MAX)).view(torch.int32).clamp(min=_SMALLEST_SCALE).view(torch.float32)
-    codes = _round_to_e4m3(x / scale, launch_number)
-    padding = codes.new_zeros((n, -dim % 4))
-    return torch.cat([codes, padding, scale.view(torch.uint8)], dim=1)
-
-
-def _round_to_e4m3(y: torch.Tensor, launch_number: int | None) -> torch.Tensor:
-    """Codes of values of at most 448. To nearest, of two as near to the even one; or up with the probability that
-    makes the mean right."""
-    bits = y.view(torch.int32)
-    exponent = ((bits >> 23) & 0xFF).clamp(min=121)  # 2**-6 is the smallest that is normal
-    unit = ((exponent - 3) << 23).view(torch.float32)  # the distance of neighbours
-    steps = y.abs() / unit
-    if launch_number is None:
-        steps = steps.round()
-    else:
-        steps = (steps + _uniform(y, launch_number)).floor()
-    rounded = (steps * unit).clamp(max=FP8_MAX)
-    wide = rounded.view(torch.int32)
-    normal = (wide >> 20) - (120 << 3)
-    code = torch.where(rounded < 2.0**-6, (rounded * 512.0).to(torch.int32), normal)
-    code = torch.where(torch.isnan(y), 0x7F, code)
-    return (code | ((bits >> 24) & 0x80)).to(torch.uint8)
-
-
-def _uniform(y: torch.Tensor, launch_number: int) -> torch.Tensor:
-    """In [0, 1), from a value's place and the number of the launch alone."""
-    h = torch.arange(y.numel(), device=y.device) * 0x9E3779B1 + launch_number * 0x85EBCA77 & _MASK
-    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
-    h = ((h ^ (h >> 15)) * 0x846CA68B) & _MASK
-    return ((h ^ (h >> 16)) >> 8).float().mul_(2.0**-24).view(y.shape)
-
-
-def from_fp8(packed: torch.Tensor, out: torch.Tensor) -> None:
-    if out.numel() == 0:
-        return
-    codes = packed[:, : out.shape[1]].contiguous().view(torch.float8_e4m3fn)
-    scale = packed[:, -4:].contiguous().view(torch.float32)
-    torch.mul(codes.to(torch.float32), scale, out=out)
+def fill_with_zeros(out: torch.Tensor, slabs: Slabs) -> None:
+    for first, rows in zip(slabs.first_row.tolist(), slabs.rows.tolist(), strict=True):
+        out[first : first + rows] = 0.0

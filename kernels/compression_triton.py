@@ -18,7 +18,7 @@ import triton.language as tl
 
 from freescale.compat.triton_launch import launch
 from freescale.kernels import compression
-from freescale.kernels.compression import ENTRY_BYTES, Packing
+from freescale.kernels.compression import ENTRY_BYTES, Packing, Slabs
 
 
 @triton.jit
@@ -125,53 +125,51 @@ def _expand(
         tl.store(target, value, mask=there)
 
 
-def _slabs(counts: torch.Tensor, packing: Packing, device: torch.device) -> tuple[torch.Tensor, int]:
+def _table(slabs: Slabs, packing: Packing, device: torch.device) -> tuple[torch.Tensor, int]:
     """For `_place`, and the number of blocks. The copy to the device is put on the stream."""
-    blocks = (counts + packing.block_rows - 1) // packing.block_rows
-    entries = compression.packed_counts(counts, packing)
-    table = torch.cat([blocks.cumsum(0) - blocks, counts.cumsum(0) - counts, counts, entries.cumsum(0) - entries])
+    blocks = (slabs.rows + packing.block_rows - 1) // packing.block_rows
+    entries = compression.packed_counts(slabs.rows, packing)
+    table = torch.cat([blocks.cumsum(0) - blocks, slabs.first_row, slabs.rows, entries.cumsum(0) - entries])
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
     return table, int(blocks.sum())
 
 
-def compress(x: torch.Tensor, counts: torch.Tensor, packing: Packing, clear: bool = False) -> torch.Tensor:
+def compress(x: torch.Tensor, slabs: Slabs, packing: Packing, clear: bool = False) -> torch.Tensor:
     """As compression.compress; `clear`: what was taken becomes zero in `x`."""
-    dim, n = x.shape[1], int(compression.packed_counts(counts, packing).sum())
+    dim, n = x.shape[1], int(compression.packed_counts(slabs.rows, packing).sum())
     out = x.new_empty((n, ENTRY_BYTES), dtype=torch.uint8)
     if n:
-        slabs, blocks = _slabs(counts, packing, x.device)
+        table, blocks = _table(slabs, packing, x.device)
         values = triton.next_power_of_2(packing.block_rows * dim)
         # a share of 1 needs no limit
         log_share = math.log(min(0.99, packing.num / (packing.den * dim)))
-        constants = dim, packing.num, packing.den, packing.block_rows, _power(counts), values, clear, log_share
+        constants = dim, packing.num, packing.den, packing.block_rows, _power(slabs), values, clear, log_share
         warps = min(32, max(1, values // 1024))  # one adds up without waiting for others
         # A warp has 32 values for each thread; what it does not keep in registers it works out again, and more run.
         few_registers = {"maxnreg": 96} if warps <= 16 else {}
         launch(
-            _compress, (blocks,), x.view(torch.int32), slabs, out.view(torch.int16), counts.shape[0], *constants,
+            _compress, (blocks,), x.view(torch.int32), table, out.view(torch.int16), slabs.rows.shape[0], *constants,
             num_warps=warps, **few_registers,
         )  # fmt: skip
     return out
 
 
-def expand(
-    packed: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, packing: Packing, add: bool = False
-) -> None:
+def expand(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Packing, add: bool = False) -> None:
     """As compression.expand; `add`: to what stands there."""
     if packed.shape[0] == 0 and not add:
-        out.zero_()
+        compression.fill_with_zeros(out, slabs)
     if packed.shape[0]:
-        slabs, blocks = _slabs(counts, packing, out.device)
+        table, blocks = _table(slabs, packing, out.device)
         dim = out.shape[1]
         values = triton.next_power_of_2(packing.block_rows * dim)
         most = min(1024, max(16, triton.next_power_of_2(packing.block_rows * packing.num // packing.den + 1)))
-        constants = dim, packing.num, packing.den, packing.block_rows, _power(counts), values, most, add
+        constants = dim, packing.num, packing.den, packing.block_rows, _power(slabs), values, most, add
         launch(
-            _expand, (blocks,), packed.view(torch.int16), slabs, out, counts.shape[0], *constants,
+            _expand, (blocks,), packed.view(torch.int16), table, out, slabs.rows.shape[0], *constants,
             num_warps=min(8, max(1, values // 512)),
         )  # fmt: skip
 
 
-def _power(counts: torch.Tensor) -> int:
-    return max(2, triton.next_power_of_2(counts.shape[0]))
+def _power(slabs: Slabs) -> int:
+    return max(2, triton.next_power_of_2(slabs.rows.shape[0]))

@@ -37,11 +37,15 @@ def pack_with_error(
     """What is sent of gradients and errors; `errors` becomes the rest. Nothing is lost and nothing is rounded, but for
     the sum of the two. What is not finite and has no place in this message is dropped: it would never go away."""
     flat = torch.cat([(g + e).reshape(-1) for g, e in zip(gradients, errors, strict=True)])
-    sent = row_packing.take_largest(flat[:, None], torch.tensor([flat.shape[0]]), packing, clear=True)
+    sent = row_packing.take_largest(flat[:, None], _one_slab(flat), packing, clear=True)
     flat.nan_to_num_(0.0, 0.0, 0.0)
     for error, rest in zip(errors, flat.split([e.numel() for e in errors]), strict=True):
         error.copy_(rest.view(error.shape))
     return sent
+
+
+def _one_slab(x: torch.Tensor) -> compression.Slabs:
+    return compression.Slabs.of(torch.tensor([x.shape[0]]))
 
 
 def average(received: torch.Tensor, out: torch.Tensor, packing: compression.Packing) -> None:
@@ -50,7 +54,7 @@ def average(received: torch.Tensor, out: torch.Tensor, packing: compression.Pack
     with torch.no_grad():
         out.zero_()
         for sent in received:  # by rank
-            row_packing.put_back(sent, out[:, None], torch.tensor([out.shape[0]]), packing, add=True)
+            row_packing.put_back(sent, out[:, None], _one_slab(out), packing, add=True)
         out.mul_(1.0 / received.shape[0])
 
 

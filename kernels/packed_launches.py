@@ -2,7 +2,8 @@
 
 To the graph they are launches like the others: what they return has the shape of the rows, and is there after
 `_c10d_functional.wait_tensor`, in the same graph or in a later one. What was received is unpacked by that wait: on a
-GPU on the stream that waits. The launch's record has the bytes that travel.
+GPU on the stream that waits. What a rank sends to itself is copied when it is launched. The launch's record has the
+bytes that come from other ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 
 from freescale.compat import distributed, dynamo
-from freescale.kernels import row_packing
+from freescale.kernels import lossless, row_packing
+from freescale.kernels.compression import LOSSLESS
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LAUNCH_SUFFIXES, lib
 from freescale.kernels.transports import c10d, launch_record, open_transports
@@ -28,8 +30,10 @@ def launch_packed(transport_name, what, x, send_counts, recv_counts, n_recv, pri
     label = launch_record.launch_label(what, priority, table)
     _launches[label] += 1
     with launch_record.profiler_range("launch", label):
-        packed = row_packing.pack(packing, x, send_counts, recv_counts, _launches[label])
+        packed = _pack(packing, x, send_counts, recv_counts, group, _launches[label])
         out, n_packed = x.new_empty((n_recv, *x.shape[1:])), packed.n_recv
+        # before the start: whatever stream waits for the message waits for this too
+        row_packing.copy_own(x, out, send_counts, recv_counts, group.rank())
         transport = (
             open_transports.transport_for(transport_name, group, packed.x, n_packed) if transport_name else None
         )
@@ -46,6 +50,20 @@ def launch_packed(transport_name, what, x, send_counts, recv_counts, n_recv, pri
         work = launch_record.RecordedMessage(transport, message, label, out, group, received.nbytes, unpack)
     distributed.register_work(out, work)
     return out
+
+
+def _pack(packing, x, send_counts, recv_counts, group, launch_number):
+    if packing == LOSSLESS:
+        return lossless.pack(x, send_counts, recv_counts, group.rank(), partial(_exchange_sizes, group, x.device))
+    return row_packing.pack(packing, x, send_counts, recv_counts, group.rank(), launch_number)
+
+
+def _exchange_sizes(group: Any, device: torch.device, sizes: torch.Tensor) -> torch.Tensor:
+    with launch_record.record_host_wait("sizes of what is compressed"):
+        sent, ones = sizes.to(device), [1] * group.size()
+        received = torch.empty_like(sent)
+        c10d.start_all_to_all(received, sent, ones, ones, group).wait()
+        return received.cpu()
 
 
 def _unpack(packed: row_packing.Packed, received: torch.Tensor, out: torch.Tensor) -> None:

@@ -8,17 +8,8 @@ from functools import partial
 
 import torch
 
-from freescale.kernels.compression import (
-    WIDE_TYPES,
-    Packing,
-    compress,
-    entries_of,
-    expand,
-    from_fp8,
-    packed_counts,
-    parse,
-    to_fp8,
-)
+from freescale.kernels.compression import Packing, Slabs, compress, entries_of, expand, packed_counts, parse
+from freescale.kernels.rounding import WIDE_TYPES, from_fp8, to_fp8, to_wide
 
 
 @dataclass(frozen=True)
@@ -26,7 +17,7 @@ class Packed:
     """What is sent in place of rows, and what to do with what is received."""
 
     x: torch.Tensor  # uint8 [sent, bytes]
-    send_counts: torch.Tensor
+    send_counts: torch.Tensor  # to and from each peer; 0 to and from this rank
     recv_counts: torch.Tensor
     unpack: Callable[[torch.Tensor, torch.Tensor], None]  # (what was received, rows to be written)
 
@@ -36,48 +27,88 @@ class Packed:
 
 
 def pack(
-    text: str, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, launch_number: int
+    text: str, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int, launch_number: int
 ) -> Packed:
-    """Rows of float32 [n, dim], those of all peers one after another. `launch_number`: of it and of the value's place
-    follows which way fp8:stochastic rounds a value."""
-    packing = parse(text)
+    """Rows of float32 [n, dim], those of all peers one after another; without those of this rank, see copy_own().
+    `launch_number`: of it and of its place among what travels follows which way a value is rounded stochastically."""
+    packing, send, recv = parse(text), Slabs.of(send_counts, rank), Slabs.of(recv_counts, rank)
     unpack: Callable[[torch.Tensor, torch.Tensor], None]
     if packing.kind == "largest":
-        packed, unpack = take_largest(x, send_counts, packing), partial(put_back, counts=recv_counts, packing=packing)
-    elif packing.kind == "fp8":
-        packed, unpack = to_fp8(x, launch_number if packing.stochastic else None), from_fp8
+        packed, unpack = take_largest(x, send, packing), partial(put_back, slabs=recv, packing=packing)
     else:
-        dtype = WIDE_TYPES[packing.kind]
-        packed, unpack = x.to(dtype).view(torch.uint8), partial(_widen, dtype=dtype)
-    return Packed(packed, packed_counts(send_counts, packing), packed_counts(recv_counts, packing), unpack)
+        parts = _around(x, send_counts, rank)
+        others = parts[0] if len(parts) == 1 else torch.cat(parts)
+        packed = _narrow(others, packing, launch_number)
+        unpack = partial(_widen, packing=packing, counts=recv_counts, rank=rank)
+    return Packed(packed, packed_counts(send.rows, packing), packed_counts(recv.rows, packing), unpack)
 
 
-def _widen(packed: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
-    out.copy_(packed.view(dtype))
+def copy_own(
+    x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int
+) -> None:
+    """What this rank sends to itself: as it is."""
+    (n, send), (expected, recv) = ((int(c[rank]), int(c[:rank].sum())) for c in (send_counts, recv_counts))
+    if n != expected:
+        raise ValueError(f"freescale: rank {rank} sends {n} rows to itself and expects {expected}")
+    if n:
+        out[recv : recv + n] = x[send : send + n]
 
 
-def take_largest(x: torch.Tensor, counts: torch.Tensor, packing: Packing, clear: bool = False) -> torch.Tensor:
+def _around(x: torch.Tensor, counts: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    """The rows before those of this rank and those behind them, if there are any; at least one tensor."""
+    begin = int(counts[:rank].sum())
+    parts = [x[:begin], x[begin + int(counts[rank]) :]]
+    return [p for p in parts if p.shape[0]] or parts[:1]
+
+
+def _narrow(x: torch.Tensor, packing: Packing, launch_number: int) -> torch.Tensor:
+    number = launch_number if packing.stochastic else None
+    if x.is_cuda and (packing.kind == "fp8" or number is not None):
+        from freescale.kernels import rounding_triton
+
+        if number is None or packing.kind == "fp8":
+            return rounding_triton.to_fp8(x, number)
+        return rounding_triton.to_wide(x, WIDE_TYPES[packing.kind], number).view(torch.uint8)
+    if packing.kind == "fp8":
+        return to_fp8(x, number)
+    return to_wide(x, WIDE_TYPES[packing.kind], number).view(torch.uint8)
+
+
+def _widen(packed: torch.Tensor, out: torch.Tensor, packing: Packing, counts: torch.Tensor, rank: int) -> None:
+    begin = 0
+    for part in _around(out, counts, rank):
+        rows = packed[begin : begin + part.shape[0]]
+        if packing.kind == "fp8" and part.is_cuda:
+            from freescale.kernels import rounding_triton
+
+            rounding_triton.from_fp8(rows, part)
+        elif packing.kind == "fp8":
+            from_fp8(rows, part)
+        else:
+            part.copy_(rows.view(WIDE_TYPES[packing.kind]))
+        begin += part.shape[0]
+
+
+def take_largest(x: torch.Tensor, slabs: Slabs, packing: Packing, clear: bool = False) -> torch.Tensor:
     """compress(), on a GPU with one pass over memory. `clear`: what was taken becomes zero in `x`."""
     if x.is_cuda:
         from freescale.kernels import compression_triton
 
-        return compression_triton.compress(x, counts, packing, clear)
-    packed = compress(x, counts, packing)
+        return compression_triton.compress(x, slabs, packing, clear)
+    packed = compress(x, slabs, packing)
     if clear:
-        x.view(-1)[entries_of(packed, counts, packing, x.shape[1])[0]] = 0.0
+        x.view(-1)[entries_of(packed, slabs, packing, x.shape[1])[0]] = 0.0
     return packed
 
 
-def put_back(
-    packed: torch.Tensor, out: torch.Tensor, counts: torch.Tensor, packing: Packing, add: bool = False
-) -> None:
+def put_back(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Packing, add: bool = False) -> None:
     """expand(), or with `add` to what stands in `out`."""
     if out.is_cuda:
         from freescale.kernels import compression_triton
 
-        compression_triton.expand(packed, out, counts, packing, add)
+        compression_triton.expand(packed, out, slabs, packing, add)
     elif add:
-        places, values = entries_of(packed, counts, packing, out.shape[1])
+        places, values = entries_of(packed, slabs, packing, out.shape[1])
         out.view(-1)[places] += values  # no place twice
     else:
-        expand(packed, out, counts, packing)
+        expand(packed, out, slabs, packing)

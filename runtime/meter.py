@@ -147,7 +147,7 @@ class Meter:
                     for between two kernels of a graph is in `compute`; a profile of torch tells.)
         waits       exposed, loader and straggler by what was waited for: "urgent rows of item", "late gradients of
                     item", "loader", "planner", "meeting of the ranks", ...
-        bytes       received, by the same names
+        bytes       received, by the same names; where rows are compressed, without what a rank has from itself
         flight      from launch to arrival, by the same names; an upper bound where it arrived before it was waited for
         """
         return [summary(*s[:4]) for s in self._steps]

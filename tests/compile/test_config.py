@@ -143,7 +143,8 @@ def test_bad_list_of_passes_is_refused(abc, text: str, sentence: str):
 
 
 LOSSY = {"FREESCALE_PASSES": "all,compress_exchange"}
-FORM = "FREESCALE_COMPRESS must be rows:SHARE, dense:SHARE or both, then which=background or which=all"
+WIRES = "FREESCALE_WIRE must be one of fp32, fp16, bf16, fp8, fp16,stochastic, bf16,stochastic"
+FORM = "FREESCALE_COMPRESS must be rows:SHARE or rows:lossless, dense:SHARE or both, then which=background or which=all"
 NAME_IT = "changes the numbers of training, which only the pass compress_exchange may: set FREESCALE_PASSES="
 
 
@@ -161,7 +162,9 @@ def test_all_leaves_the_lossy_pass_out():
         ("rows:0.05", "fp32", config.Compression(rows=Fraction(1, 20))),
         ("rows:1,which=all", "fp32", config.Compression(rows=Fraction(1), which="all")),
         ("dense:0.01, which=background", "bf16", config.Compression(dense=Fraction(1, 100), wire="bf16")),
-        ("which=all", "fp8", config.Compression(which="all", wire="fp8")),
+        ("which=all", "fp8", config.Compression(which="all", wire="fp8", stochastic=True)),
+        ("rows:lossless,which=all", "fp32", config.Compression(lossless=True, which="all")),
+        ("", "fp16,stochastic", config.Compression(wire="fp16", stochastic=True)),
         ("", "fp32", config.Compression()),
     ],
 )
@@ -183,7 +186,14 @@ def test_what_compression_is_asked_for(text: str, wire: str, asked: config.Compr
         ({"COMPRESS": "rows=0.1"}, f"{FORM}, found 'rows=0.1'"),
         ({"COMPRESS": "rows:0.1,which=urgent"}, f"{FORM}, found 'which=urgent'"),
         ({"COMPRESS": "rows:0.1,rows:0.2"}, "FREESCALE_COMPRESS says rows twice: 'rows:0.1,rows:0.2'"),
-        ({"WIRE": "fp4"}, "FREESCALE_WIRE must be one of fp32, fp16, bf16, fp8, found 'fp4'"),
+        ({"WIRE": "fp4"}, f"{WIRES}, found 'fp4'"),
+        ({"COMPRESS": "rows:lossless,rows:0.1"}, "FREESCALE_COMPRESS says rows twice: 'rows:lossless,rows:0.1'"),
+        ({"COMPRESS": "dense:lossless"}, "FREESCALE_COMPRESS: the share in 'dense:lossless' must be a number"),
+        ({"COMPRESS": "rows:lossless", "WIRE": "fp8"}, "FREESCALE_COMPRESS=rows:lossless picks values of rows and "
+         "FREESCALE_WIRE=fp8 rounds them; rows can have one of the two"),
+        ({"WIRE": "stochastic"}, f"{WIRES}, found 'stochastic'"),
+        ({"COMPRESS": "rows:0.1", "WIRE": "bf16,stochastic"}, "FREESCALE_COMPRESS=rows:0.1 picks values of rows and "
+         "FREESCALE_WIRE=bf16,stochastic rounds them; rows can have one of the two"),
         ({"COMPRESS": "rows:0.1", "PASSES": "all"}, f"FREESCALE_COMPRESS {NAME_IT}all,compress_exchange"),
         ({"WIRE": "fp16", "PASSES": "all"}, f"FREESCALE_WIRE {NAME_IT}all,compress_exchange"),
         ({"WIRE": "fp16", "PASSES": "split_exchanges"}, f"FREESCALE_WIRE {NAME_IT}...,compress_exchange"),

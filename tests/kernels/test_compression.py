@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 import freescale.kernels  # noqa: F401
 from freescale.kernels import compression, row_packing
-from freescale.kernels.compression import Packing, packed_counts, parse
+from freescale.kernels.compression import Packing, Slabs, packed_counts, parse
 from freescale.kernels.ops import table_registry
 from freescale.kernels.transports import launch_record
 from ranks import run_ranks
@@ -28,7 +28,9 @@ def largest(dim: int, share: Fraction = Fraction(1, 5), block: int = 1024) -> Pa
 
 
 def round_trip(x: torch.Tensor, counts: torch.Tensor, packing: Packing, launch_number: int = 1) -> torch.Tensor:
-    packed = row_packing.pack(str(packing), x, counts, counts, launch_number)
+    """Of a rank that sends nothing to itself."""
+    counts, own = torch.cat([counts, torch.tensor([0])]), len(counts)
+    packed = row_packing.pack(str(packing), x, counts, counts, own, launch_number)
     assert packed.x.shape == (packed.n_recv, compression.row_bytes(packing, x.shape[1]))
     out = torch.full_like(x, 7.0)
     packed.unpack(packed.x, out)
@@ -66,7 +68,7 @@ def test_each_block_keeps_its_largest_values(dim, counts, share, values):
 
 def test_entries_stand_in_the_order_of_their_places():
     x = torch.tensor([[5.0, -1.0, 0.5, -9.0, 2.0, 3.0]])
-    packed = compression.compress(x, torch.tensor([1]), Packing("largest", 3, 1, 4))
+    packed = compression.compress(x, Slabs.of(torch.tensor([1])), Packing("largest", 3, 1, 4))
     halves = packed.view(torch.int16)
     assert halves[:, 2].tolist() == [0, 3, 5]
     assert halves[:, :2].reshape(-1).view(torch.float32).tolist() == [5.0, -9.0, 3.0]
@@ -87,9 +89,9 @@ def test_what_is_not_finite_counts_as_largest():
 
 
 def test_packings_are_their_texts():
-    for text in ("largest:32/15:16", "fp16", "bf16", "fp8", "fp8:stochastic"):
+    for text in ("largest:32/15:16", "fp16", "bf16", "fp8", "fp8:stochastic", "fp16:stochastic", "bf16:stochastic", "lossless"):
         assert str(parse(text)) == text
-    for text in ("fp4", "fp16:stochastic", "largest", ""):
+    for text in ("fp4", "fp16:nearest", "largest", "largest:1/2:2:stochastic", "lossless:stochastic", ""):
         with pytest.raises(ValueError, match="there is no packing"):
             parse(text)
 
@@ -138,23 +140,28 @@ class Table:
         return "a feature"
 
 
-PACKINGS = ("largest:1/2:2", "largest:1/3:300", "fp16", "bf16", "fp8", "fp8:stochastic")
+PACKINGS = (
+    "largest:1/2:2", "largest:1/3:300", "fp16", "bf16", "fp8", "fp8:stochastic", "fp16:stochastic", "bf16:stochastic",
+)  # fmt: skip
 
 
 def _launched(device: str = "cpu", suffix: str = "") -> None:
     """Every packing, with counts that differ by peer and are 0 for some; launches overlap."""
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
-    sizes = torch.tensor([[(3 * i + 5 * j) % 7 for j in range(world)] for i in range(world)])
+    sizes = torch.tensor([[(3 * i + 5 * j + 2) % 7 for j in range(world)] for i in range(world)])
     tables = [torch.randn(50, 3, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     table = Table(tables[rank].to(device))
     name = table_registry.register(table, "t")
     rows = [torch.arange(int(sizes[r].sum())) * 7 % 50 for r in range(world)]
     counts, n_recv = (sizes[rank], sizes[:, rank].contiguous()), int(sizes[:, rank].sum())
-    # Of the peers' numbers, what each would have sent, unpacked as if it had come back.
+    # Of the peers' numbers, what each would have sent, unpacked as if it had come back; its own as they are.
     numbers = range(1, len(PACKINGS) + 1)
 
     def expected(r: int, text: str, number: int) -> torch.Tensor:
-        return round_trip(tables[r][rows[r]], sizes[r], parse(text), number).split(sizes[r].tolist())[rank]
+        slabs, others = tables[r][rows[r]].split(sizes[r].tolist()), torch.arange(world) != r
+        sent = torch.cat([tables[r][:0], *(s for s, other in zip(slabs, others, strict=True) if other)])
+        arrived = iter(round_trip(sent, sizes[r][others], parse(text), number).split(sizes[r][others].tolist()))
+        return [next(arrived) if other else s for s, other in zip(slabs, others, strict=True)][rank]
 
     first = len(launch_record.records)
     token, mine = torch.empty(0, 3, device=device), rows[rank].to(device)
@@ -165,12 +172,37 @@ def _launched(device: str = "cpu", suffix: str = "") -> None:
         text, number = PACKINGS[i % len(PACKINGS)], numbers[i % len(PACKINGS)]
         assert torch.equal(wait(out).cpu(), torch.cat([expected(r, text, number) for r in range(world)])), text
     sent = [r.bytes for r in list(launch_record.records)[first:]]
-    per_row = [int(packed_counts(counts[1], parse(p)).sum()) * compression.row_bytes(parse(p), 3) for p in PACKINGS]
-    assert sent == per_row * 2
+    from_others = counts[1][torch.arange(world) != rank]
+    sizes_packed = [int(packed_counts(from_others, parse(p)).sum()) * compression.row_bytes(parse(p), 3) for p in PACKINGS]
+    assert sent == sizes_packed * 2
     assert launch_record.records[-1].label == "late gradients of t"
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.sampled_from((1, 3, 64)), st.sampled_from(PACKINGS), st.data())
+def test_what_a_rank_sends_to_itself_is_not_packed(counts, dim, text, data):
+    """It is nowhere in what is sent, what is unpacked leaves it alone, and to the others it makes no difference."""
+    rank = data.draw(st.integers(0, len(counts) - 1))
+    x, ns = torch.randn(sum(counts), dim), torch.tensor(counts)
+    own = torch.zeros(len(x), dtype=torch.bool)
+    own[sum(counts[:rank]) : sum(counts[: rank + 1])] = True
+    packed = row_packing.pack(text, x, ns, ns, rank, 5)
+    assert packed.send_counts[rank] == packed.recv_counts[rank] == 0 and packed.n_recv == len(packed.x)
+    out = torch.full_like(x, 7.0)
+    packed.unpack(packed.x, out)
+    others = torch.tensor([n for r, n in enumerate(counts) if r != rank], dtype=torch.int64)
+    assert (out[own] == 7.0).all() and torch.equal(out[~own], round_trip(x[~own], others, parse(text), 5))
+    row_packing.copy_own(x, out, ns, ns, rank)
+    assert torch.equal(out[own], x[own]) and torch.equal(out[~own], round_trip(x[~own], others, parse(text), 5))
+
+
+def test_a_rank_expects_from_itself_what_it_sends():
+    x, send, recv = torch.randn(3, 2), torch.tensor([1, 2]), torch.tensor([1, 1])
+    with pytest.raises(ValueError, match="rank 1 sends 2 rows to itself and expects 1"):
+        row_packing.copy_own(x, x.clone(), send, recv, 1)
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
 def test_a_launch_delivers_what_the_definition_says(world):
     run_ranks(_launched, world)
 

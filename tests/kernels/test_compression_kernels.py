@@ -7,7 +7,7 @@ from fractions import Fraction
 import torch
 
 from freescale.kernels import compression, row_packing
-from freescale.kernels.compression import Packing, packed_counts
+from freescale.kernels.compression import Packing, Slabs, packed_counts
 from interpreted import in_the_interpreter, on_a_gpu, run_cases
 
 
@@ -38,10 +38,11 @@ def compresses_bit_for_bit(device: str) -> None:
     for kind in ("normal", "few", "zeros", "wide", "nans"):
         for counts, dim in SHAPES:
             for share in (Fraction(1, 50), Fraction(1, 3), Fraction(1)):
-                x, ns = rows_of(kind, sum(counts), dim), torch.tensor(counts)
+                own = None if share == 1 else len(counts) // 2
+                x, slabs = rows_of(kind, sum(counts), dim), Slabs.of(torch.tensor(counts), own)
                 packing = packing_of(dim, share)
-                expected = compression.compress(x, ns, packing)
-                got = compression_triton.compress(x.to(device), ns, packing).cpu()
+                expected = compression.compress(x, slabs, packing)
+                got = compression_triton.compress(x.to(device), slabs, packing).cpu()
                 assert torch.equal(got, expected), (kind, counts, dim, share)
 
 
@@ -49,26 +50,29 @@ def expands_bit_for_bit(device: str) -> None:
     from freescale.kernels import compression_triton
 
     for counts, dim in SHAPES:
-        for share in (Fraction(1, 50), Fraction(1)):
-            x, ns, packing = rows_of("normal", sum(counts), dim), torch.tensor(counts), packing_of(dim, share)
-            packed, expected = compression.compress(x, ns, packing), torch.empty_like(x)
-            compression.expand(packed, expected, ns, packing)
+        for share, own in ((Fraction(1, 50), None), (Fraction(1, 3), len(counts) // 2), (Fraction(1), None)):
+            x, packing = rows_of("normal", sum(counts), dim), packing_of(dim, share)
+            slabs, expected = Slabs.of(torch.tensor(counts), own), torch.full_like(x, 7.0)
+            packed = compression.compress(x, slabs, packing)
+            compression.expand(packed, expected, slabs, packing)
             got = torch.full_like(x, 7.0, device=device)
-            compression_triton.expand(packed.to(device), got, ns, packing)
+            compression_triton.expand(packed.to(device), got, slabs, packing)
             assert torch.equal(got.cpu(), expected), (counts, dim, share)
-            compression_triton.expand(packed.to(device), got, ns, packing, add=True)
+            compression_triton.expand(packed.to(device), got, slabs, packing, add=True)
+            if own is not None:
+                expected[int(slabs.first_row[own]) :][: counts[own]] /= 2
             assert torch.equal(got.cpu(), expected * 2)
 
 
 def takes_what_it_sends(device: str) -> None:
     from freescale.kernels import compression_triton
 
-    x, ns, packing = torch.randn(1000, 1), torch.tensor([1000]), Packing("largest", 1, 15, 500)
+    x, slabs, packing = torch.randn(1000, 1), Slabs.of(torch.tensor([1000])), Packing("largest", 1, 15, 500)
     rest = x.clone().to(device)
-    packed = compression_triton.compress(rest, ns, packing, clear=True)
+    packed = compression_triton.compress(rest, slabs, packing, clear=True)
     sent = torch.empty_like(rest)
-    compression_triton.expand(packed, sent, ns, packing)
-    assert torch.equal((sent + rest).cpu(), x) and int((sent != 0).sum()) == int(packed_counts(ns, packing).sum())
+    compression_triton.expand(packed, sent, slabs, packing)
+    assert torch.equal((sent + rest).cpu(), x) and int((sent != 0).sum()) == int(packed_counts(slabs.rows, packing).sum())
 
 
 def launches_take_the_kernels(device: str) -> None:
@@ -77,10 +81,10 @@ def launches_take_the_kernels(device: str) -> None:
 
     for counts, dim in SHAPES:
         x, ns, packing = torch.randn(sum(counts), dim), torch.tensor(counts), packing_of(dim, Fraction(1, 5))
-        packed = row_packing.pack(str(packing), x.to(device), ns, ns, 1)
-        got, expected = torch.empty_like(x, device=device), torch.empty_like(x)
+        packed = row_packing.pack(str(packing), x.to(device), ns, ns, 0, 1)
+        got, expected, slabs = torch.zeros_like(x, device=device), torch.zeros_like(x), Slabs.of(ns, 0)
         packed.unpack(packed.x, got)
-        compression.expand(compression.compress(x, ns, packing), expected, ns, packing)
+        compression.expand(compression.compress(x, slabs, packing), expected, slabs, packing)
         assert torch.equal(got.cpu(), expected)
     packing, gradients, errors = Packing("largest", 1, 15, 300), torch.randn(2, 500), torch.randn(2, 500)
     sent, left = [], []
@@ -97,10 +101,10 @@ def launches_take_the_kernels(device: str) -> None:
 def a_place_may_need_all_16_bits(device: str) -> None:
     from freescale.kernels import compression_triton
 
-    x, ns, packing = torch.zeros(65536, 1), torch.tensor([65536]), Packing("largest", 2, 65536, 65536)
+    x, slabs, packing = torch.zeros(65536, 1), Slabs.of(torch.tensor([65536])), Packing("largest", 2, 65536, 65536)
     x[40000], x[65535] = 1.0, -2.0
     got = torch.empty_like(x, device=device)
-    compression_triton.expand(compression_triton.compress(x.to(device), ns, packing), got, ns, packing)
+    compression_triton.expand(compression_triton.compress(x.to(device), slabs, packing), got, slabs, packing)
     assert torch.equal(got.cpu(), x)
 
 

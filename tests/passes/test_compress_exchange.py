@@ -25,16 +25,21 @@ LOSSY = {"passes": "all,compress_exchange", "codegen": "eager"}
 
 
 class Model(nn.Module):
-    def __init__(self, dim: int = 8, dtype: torch.dtype = torch.float32) -> None:
+    """`used`: so many columns of a row; the gradients of the others are zeros."""
+
+    def __init__(self, dim: int = 8, dtype: torch.dtype = torch.float32, used: int = 8) -> None:
         super().__init__()
         import freescale
 
         torch.manual_seed(0)
         self.table = freescale.ShardedEmbedding(97, dim, name="item", optimizer="rowwise_adagrad", lr=0.1, dtype=dtype)
-        self.out = nn.Linear(dim, dim, dtype=dtype)
+        self.out, self.used = nn.Linear(dim, dim, dtype=dtype), torch.arange(dim) < used
+        self.all_used = used >= dim
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         found = self.table(batch["item"])
+        if not self.all_used:
+            found = found * self.used
         return (torch.tanh(self.out(found)) * found).sum() / 8
 
 
@@ -123,7 +128,7 @@ def test_every_block_of_dense_gradients_sends_something():
     for share in (Fraction(1, 2), Fraction(1, 100), Fraction(1, 10**5)):
         for n in (1, 7, 8192, 8193, 12345, 10**6 + 1, 2**26 + 1):
             packing = dense_packing(n, share)
-            blocks = compression.blocks_of(torch.tensor([n]), packing)
+            blocks = compression.blocks_of(compression.Slabs.of(torch.tensor([n])), packing)
             assert int(blocks.entries.min()) >= 1 and packing.block_rows <= 65536, (share, n)
             if n > 10 * DENSE_BLOCK and share == Fraction(1, 100):
                 assert int(blocks.entries.sum()) * 6 <= share * n * 4
@@ -139,11 +144,11 @@ def _batches(steps):
         yield {"item": torch.randint(0, 97, (5 + (7 * step + rank) % 30,), generator=g)}
 
 
-def _train(options, ahead, steps=8):
+def _train(options, ahead, steps=8, **of_model):
     import freescale
 
     torch._dynamo.reset()
-    model = Model()
+    model = Model(**of_model)
     run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager", **options})
     optimizer = torch.optim.SGD(model.out.parameters(), lr=0.05)
     losses, batches = [], _batches(steps)
@@ -168,8 +173,9 @@ class Simulated:
     def __call__(self, what, x, send_counts, recv_counts, n_recv, priority, table, group_name):
         if self.on and (self.which == "all" or priority != 0):
             self.numbers[what, priority] = self.numbers.get((what, priority), 0) + 1
-            packed = row_packing.pack(self.packings[what], x, send_counts, send_counts, self.numbers[what, priority])
-            x = torch.empty_like(x)
+            rank, number = dist.get_rank(), self.numbers[what, priority]
+            packed = row_packing.pack(self.packings[what], x, send_counts, send_counts, rank, number)
+            x = x.clone()  # what goes to this rank itself stays
             packed.unpack(packed.x, x)
         return self.launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name)
 
@@ -207,12 +213,41 @@ CASES = {
     "all": ({"compress": "rows:0.3,which=all"}, "all", "largest:8/5:128", "largest:8/5:128"),
     "fp8": ({"wire": "fp8", "compress": "which=all"}, "all", "fp8", "fp8:stochastic"),
     "bf16": ({"wire": "bf16"}, "background", "bf16", "bf16"),
+    "stochastic": ({"wire": "fp16,stochastic", "compress": "which=all"}, "all", "fp16", "fp16:stochastic"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_a_simulation(case):
     run_ranks(_equals_a_simulation, 2, *CASES[case])
+
+
+def _alone():
+    for options in ({"compress": "rows:0.1,which=all"}, {"wire": "fp8", "compress": "which=all"}):
+        got = _train({"passes": "all,compress_exchange", **options}, True)
+        exact = _train({}, True)
+        assert got[0] == exact[0] and all(torch.equal(t, exact[1][n]) for n, t in got[1].items())
+
+
+def test_one_rank_loses_nothing():
+    run_ranks(_alone, 1)
+
+
+def _lossless():
+    from freescale.kernels import lossless
+
+    options = {"passes": "all,compress_exchange", "compress": "rows:lossless,which=all", "strict": True}
+    for codegen in ("eager", "inductor"):
+        for ahead in (False, True):
+            exact = _train({"codegen": codegen}, ahead, used=1)
+            with mock.patch.object(lossless, "pack", side_effect=lossless.pack) as pack:
+                got = _train({**options, "codegen": codegen}, ahead, used=1)
+            assert pack.call_count >= 16  # rows and gradients of 8 steps
+            assert got[0] == exact[0] and all(torch.equal(t, exact[1][n]) for n, t in got[1].items())
+
+
+def test_without_zeros_training_is_the_same():
+    run_ranks(_lossless, 2)
 
 
 @pytest.mark.slow
@@ -233,17 +268,35 @@ def test_generated_code_trains_alike():
     run_ranks(_generated_code, 2)
 
 
-def _bytes():
-    from freescale.kernels.transports import launch_record
+def _bytes(less, used=8):
+    from freescale.kernels.transports import c10d, launch_record
 
-    sent = {}
-    for name, options in (("exact", {}), ("less", {"passes": "all,compress_exchange", "compress": "rows:0.1,which=all"})):
+    received, honest = [], c10d.start_all_to_all
+
+    def counting(out, x, recv, send, group):
+        received.append((sum(recv) - recv[group.rank()]) * out[:1].nbytes)  # from other ranks
+        return honest(out, x, recv, send, group)
+
+    found = {}
+    for name, options in (("exact", {}), ("less", {"passes": "all,compress_exchange", "compress": less})):
         launch_record.records.clear()
-        _train(options, False)
-        sent[name] = sum(r.bytes for r in launch_record.records if " of item" in r.label)
-    return sent
+        received.clear()
+        with mock.patch.object(c10d, "start_all_to_all", counting):
+            _train(options, False, used=used)
+        found[name] = sum(received)
+    sizes = sum(8 * (dist.get_world_size() - 1) for r in launch_record.records if r.label.startswith("sizes"))
+    found["less"] -= sizes
+    assert sum(r.bytes for r in launch_record.records if " of item" in r.label) == found["less"]
+    return found
 
 
 def test_records_have_the_bytes_that_travel():
-    for sent in run_ranks(_bytes, 2):
-        assert 0.08 * sent["exact"] < sent["less"] <= 0.1 * sent["exact"]
+    for found in run_ranks(_bytes, 2, "rows:0.1,which=all"):
+        assert 0.08 * found["exact"] < found["less"] <= 0.1 * found["exact"]
+
+
+def test_zeros_do_not_travel():
+    """Of 8 values of a gradient 1 is no zero, and each has a bit: 1/8 + 1/32 of their bytes, and all of the rows'."""
+    found = run_ranks(_bytes, 2, "rows:lossless,which=all", 1)
+    exact, less = (sum(of_rank[name] for of_rank in found) for name in ("exact", "less"))
+    assert 0.578 * exact < less < 0.6 * exact

@@ -25,13 +25,13 @@ def test_nothing_is_lost(n):
     """What was sent and what is left are the sum of all gradients."""
     torch.manual_seed(0)
     packing = dense_packing(n, Fraction(1, 100))
-    errors, counts = [torch.zeros(n)], torch.tensor([n])
+    errors, slab = [torch.zeros(n)], compression.Slabs.of(torch.tensor([n]))
     total, sent = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for _ in range(1000 if n < 9000 else 200):
         gradient = torch.randn(n)
         total += gradient
         packed = packed_average.pack_with_error([gradient], errors, packing)
-        places, values = compression.entries_of(packed, counts, packing, 1)
+        places, values = compression.entries_of(packed, slab, packing, 1)
         sent[places] += values
     assert torch.allclose(sent + errors[0], total, atol=2e-4)
     assert n == 1 or bool(errors[0].any())
@@ -40,7 +40,7 @@ def test_nothing_is_lost(n):
 def test_what_is_not_finite_is_seen_once_and_does_not_stay():
     packing, errors = dense_packing(100, Fraction(1, 10)), [torch.zeros(100)]
     packed = packed_average.pack_with_error([torch.full((100,), float("nan"))], errors, packing)
-    _, values = compression.entries_of(packed, torch.tensor([100]), packing, 1)
+    _, values = compression.entries_of(packed, compression.Slabs.of(torch.tensor([100])), packing, 1)
     assert values.isnan().all() and not errors[0].any()
 
 
@@ -131,8 +131,8 @@ def _average() -> None:
     for gradient in all_gradients:
         out = torch.empty(40, 1)
         packing = compression.parse("largest:1/5:20")
-        counts = torch.tensor([40])
-        compression.expand(compression.compress(gradient[:, None], counts, packing), out, counts, packing)
+        slab = compression.Slabs.of(torch.tensor([40]))
+        compression.expand(compression.compress(gradient[:, None], slab, packing), out, slab, packing)
         expected += out.view(-1)
     got = torch.ops._c10d_functional.wait_tensor(launched)
     assert torch.equal(got, expected * (1.0 / world))
