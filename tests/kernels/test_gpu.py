@@ -164,3 +164,44 @@ def test_every_transport_gives_the_same_bits(world):
                 assert losses == expected[key][0], (name, key)
                 assert all(torch.equal(state[k], expected[key][1][k]) for k in state), (name, key)
                 assert losses == found[key[0], False][0]  # look-ahead changes nothing either
+
+
+PACKINGS = {
+    "exact": {},
+    "largest": {"compress": "rows:0.3,which=all"},
+    "stochastic": {"wire": "fp16,stochastic", "compress": "which=all"},
+    "fp8": {"wire": "fp8", "compress": "which=all"},
+    "lossless": {"compress": "rows:lossless,which=all"},
+}
+
+
+def _compressed():
+    """Of every packing, losses and all state: over staged, over c10d with look-ahead and without, on the CPU."""
+    from freescale.kernels.transports import open_transports
+    from two_tables import Trainer
+
+    torch.cuda.set_device(0)
+    found = {}
+    for name, more in PACKINGS.items():
+        passes = "all,compress_exchange" if more else "all"
+        for device, transport in (("cuda", "staged"), ("cuda", "c10d"), ("cpu", None)):
+            trainer = Trainer("rowwise_adagrad", passes, "eager", device, transport, **more)
+            for ahead in (True, False) if transport == "c10d" else (True,):
+                losses, state, _ = trainer.train(0.3, 12, ahead)
+                found[name, transport or "cpu", ahead] = losses, {k: v.cpu() for k, v in state.items()}
+    open_transports.check()
+    return found, open_transports.names()
+
+
+def test_compressed_training():
+    """Whatever carries the rows, the same bits; as on the CPU, before rounding leads apart; lossless as without."""
+    for found, used in run_ranks(_compressed, 2, timeout=300):
+        assert used == ["staged"]
+        for name in PACKINGS:
+            (losses, state), (expected, rows) = found[name, "staged", True], found[name, "c10d", True]
+            assert losses == expected and all(torch.equal(state[k], rows[k]) for k in rows), name
+            assert losses[0] == pytest.approx(found[name, "cpu", True][0][0], rel=1e-6), name
+            changed = losses != found["exact", "staged", True][0]
+            assert changed == (name not in ("exact", "lossless")), name
+        for name in ("exact", "lossless"):
+            assert found[name, "c10d", False][0] == found["exact", "staged", True][0], name

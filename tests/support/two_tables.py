@@ -74,12 +74,13 @@ class Trainer:
     """
 
     def __init__(
-        self, optimizer: str, passes: str = "all", codegen: str = "eager", device: str = "cpu", transport: str | None = None
-    ) -> None:
+        self, optimizer: str, passes: str = "all", codegen: str = "eager", device: str = "cpu",
+        transport: str | None = None, **more: str,
+    ) -> None:  # fmt: skip
         self.device, self.compilations = device, 0
         self.model = Model(optimizer, device)
         self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
-        options = {"codegen": codegen, "passes": passes, "strict": True}
+        options = {"codegen": codegen, "passes": passes, "strict": True, **more}
         if transport is not None:
             options["transport"] = transport
         self.compiled = torch.compile(self.model, backend="freescale", fullgraph=True, options=options)
