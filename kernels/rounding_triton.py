@@ -86,7 +86,9 @@ def _from_fp8(
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
     value = tl.where(size == 0x7F, float("nan"), value)
-    value = tl.where(code >= 128, -value, value) * scale.to(tl.float32, bitcast=True)[:, None]
+    # not -value: that is 0 - value on a GPU, which has no -0.0
+    value = (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+    value *= scale.to(tl.float32, bitcast=True)[:, None]
     tl.store(out + row[:, None] * DIM + column[None, :], value, mask=there)
 
 
