@@ -1,6 +1,6 @@
 """PerSRec against HSTU: what its attention computes, what a step and a request cost, and what the tokens are worth.
 
-    python benchmarks/persrec_against_hstu.py [--quick] [--json FILE]
+    python benchmarks/persrec_against_hstu.py [--quick] [--json FILE] [--parts training]
 
     attention   pairs of a query and a key in training, exactly, at 1280 items: all of them, the 256 recent ones alone,
                 and 1024 in segments with 4 tokens each before 256 recent ones; and those of one request
@@ -8,8 +8,12 @@
                 keys and values of the tokens
     training    2 real ranks on gloo, freescale's tables, look-ahead, long synthetic histories: time of a step, bytes
                 exchanged, and the share of a step for which the average rank waits for the slowest, in CPU time of
-                the training threads. That share is also predicted for the second half of the steps from costs fitted
-                to the first half: by FittedCost with the features of the mask, and with L and L**2 as it is by default
+                the training threads. The same batches are trained several times, and ranks change places each time:
+                a rank whose core is slower, or that owns more popular rows, is not slower because of its samples. So
+                the share that is due to samples, which a cost can predict, is that of each batch's median time. It is
+                predicted for the second half of the steps from costs fitted to the first half: by FittedCost with the
+                features of the mask, and with L and L**2 as it is by default; and by the features of the mask and the
+                rows of the other ranks, since ranks on one host slow each other down
     quality     persrec_quality.py: recall on MovieLens-100K, several seeds
 """
 
@@ -35,7 +39,9 @@ from command_line import parser  # noqa: E402
 
 LONG, RECENT, TOKENS = 1024, 256, 4
 ITEMS, DIM, HEADS, BLOCKS, BATCH, RANKS = 20_000, 32, 2, 2, 8, 2
+ROUNDS = 4  # of the same batches, behind one that does not count; a multiple of RANKS
 VARIANTS = {"full": 0, "recent": 0, "1 segment": 1, "4 segments": 4}
+PARTS = ("attention", "requests", "training", "quality")
 SKIPPED = 2  # first steps, which compile or have no neighbour
 
 
@@ -172,45 +178,56 @@ def rank_main(rank: int, folder: str, steps: int) -> None:
     import torch
     import torch.distributed as dist
 
-    import freescale
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     rows = []
     for variant in VARIANTS:
-        lengths = lengths_of(0, rank, steps + SKIPPED + 1)
         model, run = build(variant)
-        loader = freescale.LookaheadLoader(batches(variant, lengths, rank), run)
-        clocks = np.array([(time.thread_time(), time.perf_counter()) for _ in loop(model, run, loader)])
-        cpu, wall = np.diff(clocks, axis=0)[SKIPPED:].T
-        moved = [s for s in loader.stats() if s["step"] >= SKIPPED]
-        keys = ("bytes_urgent", "bytes_back_urgent", "bytes_early", "bytes_late")
-        exchanged = sum(s[k] for s in moved for k in keys) / steps
-        mine = {"cpu": cpu, "wall": wall, "bytes": exchanged, "lengths": lengths[SKIPPED:-1]}
-        everyone: list[Any] = [None] * RANKS
-        dist.all_gather_object(everyone, mine)
-        rows.append(training_row(variant, everyone))
+        rounds: list[Any] = []
+        for n in range(1 + ROUNDS):
+            everyone: list[Any] = [None] * RANKS
+            dist.all_gather_object(everyone, train(variant, model, run, (rank + n) % RANKS, steps))
+            rounds.append([everyone[(place - n) % RANKS] for place in range(RANKS)])
+        rows.append(training_row(variant, rounds[1:]))
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def training_row(variant: str, everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    cpu, wall = (np.stack([e[key] for e in everyone]) for key in ("cpu", "wall"))
-    lengths = np.stack([e["lengths"] for e in everyone])  # [ranks, steps, samples]
+def train(variant: str, model: Any, run: Any, place: int, steps: int) -> dict[str, Any]:
+    """One round with the batches of that place."""
+    import freescale
+
+    lengths = lengths_of(0, place, steps + SKIPPED + 1)
+    loader = freescale.LookaheadLoader(batches(variant, lengths, place), run)
+    clocks = np.array([(time.thread_time(), time.perf_counter()) for _ in loop(model, run, loader)])
+    cpu, wall = np.diff(clocks, axis=0)[SKIPPED:].T
+    moved = [s for s in loader.stats() if s["step"] >= SKIPPED]
+    keys = ("bytes_urgent", "bytes_back_urgent", "bytes_early", "bytes_late")
+    exchanged = sum(s[k] for s in moved for k in keys) / steps
     if variant == "recent":
         lengths = np.minimum(lengths, RECENT)
-    half = cpu.shape[1] // 2
+    return {"cpu": cpu, "wall": wall, "bytes": exchanged, "lengths": lengths[SKIPPED:-1]}
+
+
+def training_row(variant: str, rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """rounds: of each, what came of the batches of each place."""
+    cpu, wall = (np.array([[e[key] for e in places] for places in rounds]) for key in ("cpu", "wall"))
+    lengths = np.stack([e["lengths"] for e in rounds[0]])  # [places, steps, samples]
+    half = cpu.shape[2] // 2
+    of_samples = np.median(cpu, axis=0)
     return {
         "variant": variant,
         "step_ms": 1e3 * float(np.median(wall)),
-        "cpu_ms": 1e3 * float(np.median(cpu.max(0))),
-        "kilobytes": float(np.mean([e["bytes"] for e in everyone])) / 1e3,
-        "straggler": share(cpu),
-        "measured": share(cpu[:, half:]),
+        "cpu_ms": 1e3 * float(np.median(cpu.max(1))),
+        "kilobytes": float(np.mean([e["bytes"] for e in rounds[0]])) / 1e3,
+        "straggler": float(np.mean([share(c) for c in cpu])),
+        "of_each_round": [share(c[:, half:]) for c in cpu],
+        "measured": share(of_samples[:, half:]),
         "by_mask": share(predicted(lengths, cpu, half, VARIANTS[variant])),
         "by_length": share(predicted(lengths, cpu, half, None)),
+        "by_mask_and_others": share(predicted(lengths, cpu, half, VARIANTS[variant], beside=True)),
     }
 
 
@@ -219,53 +236,78 @@ def share(times: np.ndarray) -> float:
     return float(np.mean(1 - times.mean(0) / times.max(0)))
 
 
-def predicted(lengths: np.ndarray, cpu: np.ndarray, half: int, segments: int | None) -> np.ndarray:
-    """Times of the second half of the steps, by a cost that saw the first; segments None: L and L**2."""
+def predicted(
+    lengths: np.ndarray, cpu: np.ndarray, half: int, segments: int | None, beside: bool = False
+) -> np.ndarray:
+    """Times of the second half of the steps, by a cost that saw the first, of all rounds.
+
+    segments None: L and L**2. beside: the rows of the other ranks are one more feature of a rank's batch.
+    """
     import freescale
     from persrec import cost_features
 
-    if segments is None:
-        fit, features = freescale.FittedCost(), lambda x: np.stack([x, x * x]).astype(np.float64)
-    else:
-        features = cost_features(segments, TOKENS, RECENT)
-        fit = freescale.FittedCost((1.0, 1 / 1024), features=features)
-    sums = np.array([[features(x).sum(1) for x in rank] for rank in lengths])  # [ranks, steps, features]
-    for step in range(half):
-        fit.observe(sums[:, step], cpu[:, step])
-    costs = np.array([[fit(x).sum() for x in rank[half:]] for rank in lengths])
-    return fit.constant + costs
+    prior, features = (1.0, 1 / 2048), lambda x: np.stack([x, x * x]).astype(np.float64)
+    if segments is not None:
+        prior, features = (1.0, 1 / 1024), cost_features(segments, TOKENS, RECENT)
+    sums = np.array([[features(x).sum(1) for x in place] for place in lengths])  # [places, steps, features]
+    if beside:
+        rows = sums[:, :, :1]
+        prior, sums = (*prior, 0.0), np.concatenate([sums, rows.sum(0) - rows], axis=2)
+    fit = freescale.FittedCost(prior, features=features, window=cpu.shape[0] * half)
+    for times in cpu:
+        for step in range(half):
+            fit.observe(sums[:, step], times[:, step])
+    return fit.constant + sums[:, half:] @ np.array(fit.current.weights)
 
 
 # ---- all of it -----------------------------------------------------------------------------------------------------
 
 
-def print_tables(result: dict[str, Any]) -> None:
+def print_attention(rows: list[dict[str, Any]]) -> None:
     print(f"attention at {LONG} + {RECENT} items, {TOKENS} tokens: pairs of a query and a key, and their share of full")
-    for r in result["attention"]:
+    for r in rows:
         print(f"{r['variant']:<12} training {r['training']:>8} {r['training_share']:>6.3f}", end="   ")
         print(f"request {r['request']:>8} {r['request_share']:>6.3f}")
+
+
+def print_requests(rows: list[dict[str, Any]]) -> None:
     print("\none request on one CPU core, CPU time (kept or not, scores differ by at most", end=" ")
-    print(f"{result['requests'][0]['off']:.1e})")
-    for r in result["requests"]:
+    print(f"{rows[0]['off']:.1e})")
+    for r in rows:
         print(f"{r['request']:<20} {r['ms']:>8.2f} ms")
+
+
+def print_training(rows: list[dict[str, Any]]) -> None:
     print(f"\n{RANKS} CPU ranks, {BATCH} histories each, median 500 items, at most {LONG + RECENT}; idle: of all")
-    print("steps, of the second half as measured, and predicted by the cost of the mask and by L and L**2")
-    print(f"{'variant':<12} {'step ms':>8} {'CPU ms':>8} {'kB':>8} {'idle':>7} {'2nd half':>9}", end=" ")
-    print(f"{'mask':>7} {'L, L**2':>8}")
-    for r in result["training"]:
+    print(f"steps; of the second half, the least and the most of {ROUNDS} rounds, and what is due to samples; and that")
+    print("as predicted by the cost of the mask, by L and L**2, and by the mask and the rows of the other rank")
+    print(f"{'variant':<12} {'step ms':>8} {'CPU ms':>8} {'kB':>8} {'idle':>7} {'2nd half':>15}", end=" ")
+    print(f"{'samples':>8} {'mask':>7} {'L, L**2':>8} {'others':>7}")
+    for r in rows:
         print(f"{r['variant']:<12} {r['step_ms']:>8.1f} {r['cpu_ms']:>8.1f} {r['kilobytes']:>8.1f}", end=" ")
-        print(f"{r['straggler']:>7.1%} {r['measured']:>9.2%} {r['by_mask']:>7.2%} {r['by_length']:>8.2%}")
+        print(f"{r['straggler']:>7.1%} {min(r['of_each_round']):>6.2%} - {max(r['of_each_round']):>6.2%}", end=" ")
+        print(f"{r['measured']:>8.2%} {r['by_mask']:>7.2%} {r['by_length']:>8.2%} {r['by_mask_and_others']:>7.2%}")
+
+
+def training(steps: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        in_ranks(rank_main, folder, steps)
+        rows: list[dict[str, Any]] = json.loads(Path(folder, "result.json").read_text())
+    return rows
 
 
 def main() -> None:
     p = parser(__doc__, "fewer steps and repetitions, no training on MovieLens: about a minute")
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     args = p.parse_args()
-    result: dict[str, Any] = {"attention": attention(), "requests": requests(5 if args.quick else 21)}
-    with tempfile.TemporaryDirectory() as folder:
-        in_ranks(rank_main, folder, 8 if args.quick else 40)
-        result["training"] = json.loads(Path(folder, "result.json").read_text())
-    print_tables(result)
-    if not args.quick:
+    result: dict[str, Any] = {}
+    if "attention" in args.parts:
+        print_attention(result.setdefault("attention", attention()))
+    if "requests" in args.parts:
+        print_requests(result.setdefault("requests", requests(5 if args.quick else 21)))
+    if "training" in args.parts:
+        print_training(result.setdefault("training", training(8 if args.quick else 40)))
+    if "quality" in args.parts and not args.quick:
         import movielens
         import persrec_quality
 

@@ -47,17 +47,24 @@ def copy_own(
     x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int
 ) -> None:
     """What this rank sends to itself: as it is."""
-    (n, send), (expected, recv) = ((int(c[rank]), int(c[:rank].sum())) for c in (send_counts, recv_counts))
+    sent, received = _own_rows(send_counts, rank), _own_rows(recv_counts, rank)
+    n, expected = sent.stop - sent.start, received.stop - received.start
     if n != expected:
         raise ValueError(f"freescale: rank {rank} sends {n} rows to itself and expects {expected}")
     if n:
-        out[recv : recv + n] = x[send : send + n]
+        out[received] = x[sent]
+
+
+def _own_rows(counts: torch.Tensor, rank: int) -> slice:
+    numbers = counts.tolist()
+    begin = sum(numbers[:rank])
+    return slice(begin, begin + numbers[rank])
 
 
 def _around(x: torch.Tensor, counts: torch.Tensor, rank: int) -> list[torch.Tensor]:
     """The rows before those of this rank and those behind them, if there are any; at least one tensor."""
-    begin = int(counts[:rank].sum())
-    parts = [x[:begin], x[begin + int(counts[rank]) :]]
+    own = _own_rows(counts, rank)
+    parts = [x[: own.start], x[own.stop :]]
     return [p for p in parts if p.shape[0]] or parts[:1]
 
 
