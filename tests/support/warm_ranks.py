@@ -34,20 +34,32 @@ LATER = (
     "hypothesis.strategies",
     "pytest",
     "sympy.physics.units",
+    "torch._dynamo.dce_extra_outputs",
+    "torch._higher_order_ops.passes.inline_invoke_subgraph",
     "torch._inductor.bounds",
     "torch._inductor.choices",
     "torch._inductor.codegen.cpp",
     "torch._inductor.codegen.cpp_wrapper_cpu",
+    "torch._inductor.codegen.cpp_wrapper_gpu",
     "torch._inductor.codegen.cpu_device_op_overrides",
     "torch._inductor.codegen.memory_planning",
+    "torch._inductor.codegen.segmented_tree",
     "torch._inductor.codegen.wrapper",
     "torch._inductor.codegen.wrapper_fxir",
+    "torch._inductor.extern_node_serializer",
+    "torch._inductor.fx_passes.apply_gumbel_max_trick",
+    "torch._inductor.fx_passes.efficient_conv_bn_eval",
     "torch._inductor.hooks",
     "torch._inductor.kernel_template_choice",
     "torch._inductor.runtime.triton_heuristics",
     "torch._inductor.scheduler",
+    "torch._subclasses.schema_check_mode",
     "torch.distributed._functional_collectives",
     "torch.distributed.checkpoint",
+    "torch.export._trace",
+    "torch.export._unlift",
+    "torch.fx.experimental.validator",
+    "torch.utils._cpp_embed_headers",
     "torch.utils.cpp_extension",
 )
 TORCHREC = ("torchrec", "torchrec.distributed.embedding", "torchrec.distributed.planner")
@@ -168,12 +180,27 @@ def _cache_keys() -> None:
     codecache.CacheBase.get_system()
 
 
+def _registered() -> None:
+    """What can compile, as torch looks for it when a backend is named (among all installed packages), and for what."""
+    from torch._inductor.codegen import common
+
+    torch._dynamo.list_backends()
+    common.init_backend_registration()
+    common.get_device_op_overrides("cpu")
+
+
 def _threads() -> int:
     return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
 
 
+def _start_autograd() -> None:
+    """It starts a thread for each device, once. Where torch is built for CUDA, the first fake tensor makes up eight."""
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
 def _warm_up() -> None:
     torch.set_num_threads(1)
+    _start_autograd()
     tqdm.tqdm.monitor_interval = 0  # else a thread
     for name in LATER:
         with contextlib.suppress(ModuleNotFoundError):  # other releases of torch have other modules
@@ -183,11 +210,11 @@ def _warm_up() -> None:
     _leave_out_logs()
     joint_graph.lazy_init(torch.device("cpu"))
     post_grad.lazy_init()
-    if not torch.backends.cuda.is_built():  # else autograd starts threads for devices, with or without a GPU
-        ids = torch.tensor([1, 2, 1])
-        _train(_Model(), {"item": ids, "user": ids[:2], "weight": torch.ones(2)})
+    ids = torch.tensor([1, 2, 1])
+    _train(_Model(), {"item": ids, "user": ids[:2], "weight": torch.ones(2)})
     _sizes()
     _cache_keys()
+    _registered()
     torch._dynamo.utils.counters.clear()
 
 
