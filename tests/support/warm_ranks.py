@@ -1,9 +1,10 @@
 """Preloaded by the forkserver of ranks.py: what every rank would import and prepare before its first compilation.
 
-It knows nothing of freescale. It trains a small model of the same kind (symbolic sizes, some of them known at run time
-alone, a custom op, an autograd.Function) through AOTAutograd and Inductor's passes, so that torch and SymPy fill what
-does not depend on the graph: a quarter of a rank's first compilation. It also reads what torch's cache keys depend on,
-all of torch's and Triton's sources: a second for every rank. It leaves no thread, which a fork would lose.
+It loads freescale's modules and uses nothing of them; the backend reads its settings where it is loaded, so that is
+left to the ranks. It trains a small model of the same kind (symbolic sizes, some of them known at run time alone, a
+custom op, an autograd.Function) through AOTAutograd and Inductor's passes, so that torch and SymPy fill what does not
+depend on the graph: a quarter of a rank's first compilation. It also reads what torch's cache keys depend on, all of
+torch's and Triton's sources: a second for every rank. It leaves no thread, which a fork would lose.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ LATER = (
     "torch.fx.experimental.validator",
     "torch.utils._cpp_embed_headers",
     "torch.utils.cpp_extension",
+)
+FREESCALE = (  # (not freescale.report, which would take the place of the function of that name)
+    "freescale.driver",
+    "freescale.runtime.lookahead.loader",
+    "freescale.runtime.tables.sharded_embedding",
 )
 TORCHREC = ("torchrec", "torchrec.distributed.embedding", "torchrec.distributed.planner")
 HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu"))
@@ -205,7 +211,7 @@ def _warm_up() -> None:
     for name in LATER:
         with contextlib.suppress(ModuleNotFoundError):  # other releases of torch have other modules
             importlib.import_module(name)
-    for name in TORCHREC if HAS_TORCHREC else ():
+    for name in (*FREESCALE, *(TORCHREC if HAS_TORCHREC else ())):
         importlib.import_module(name)
     _leave_out_logs()
     joint_graph.lazy_init(torch.device("cpu"))
