@@ -180,8 +180,8 @@ def _caches(tmp_path, rank: int, **more: str) -> dict[str, str]:
 
 
 def test_launches_are_compared_also_where_one_rank_had_a_cache_hit(tmp_path):
-    (a, cold), (b, _) = run_ranks(_inductor_step, 2, env_of={r: _caches(tmp_path, r) for r in range(2)})
-    assert a == b and cold > 0
+    (a, cold), (b, colder) = run_ranks(_inductor_step, 2, env=_caches(tmp_path, 0))  # one of them compiles
+    assert a == b and cold + colder > 0
     fresh = {0: _caches(tmp_path, 0), 1: _caches(tmp_path, 3)}
     (a, hit), (b, miss) = run_ranks(_inductor_step, 2, env_of=fresh)
     assert a == b and isinstance(a, float) and hit == 0 and miss > 0

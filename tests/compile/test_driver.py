@@ -168,9 +168,11 @@ def test_the_word_is_for_the_terminal_of_the_first_rank_where_no_log_is_on(termi
 
 LOGGED = """
 import logging, torch
-torch.compile(torch.nn.Linear(2, 2), backend="freescale", options={"codegen": "eager"})(torch.ones(2, 2))
+torch._dynamo.lookup_backend("freescale")  # as torch.compile does; compiling takes seconds in a fresh process
+log = logging.getLogger("freescale.driver")
+log.info("forward find_exchanges: 0 sites")
 logging.basicConfig(level=logging.INFO)  # as many a library and script do
-torch.compile(torch.nn.Linear(3, 2), backend="freescale", options={"codegen": "eager"})(torch.ones(2, 3))
+log.info("forward find_exchanges: 0 sites")
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -29,11 +30,16 @@ def traced():
     return {ahead: traced_model.trace(2, ahead) for ahead in (True, False)}
 
 
-@pytest.fixture
-def study(monkeypatch, traced):
-    """With two layers, whose graphs are traced once for all tests."""
-    monkeypatch.setattr("freescale.simulate.study._traced", lambda layers, ahead: traced[ahead])
-    return lambda workload=SMALL, cluster=H100, steps=3: Study(Generated(workload), cluster, steps)
+@pytest.fixture(scope="module")
+def study(traced):
+    """With two layers, whose graphs are traced once for all tests, as the batches of a workload are planned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("freescale.simulate.study._traced", lambda layers, ahead: traced[ahead])
+        yield cache(_fresh_study)
+
+
+def _fresh_study(workload=SMALL, cluster=H100, steps=3):
+    return Study(Generated(workload), cluster, steps)
 
 
 def shape(program):
@@ -116,7 +122,7 @@ def test_each_part_does_its_work(study):
 
 def test_the_same_seed_gives_the_same_figures(study):
     def figures(seed):
-        outcomes = study(replace(SMALL, seed=seed)).run_all([TORCHREC[0], EVERYTHING])
+        outcomes = _fresh_study(replace(SMALL, seed=seed)).run_all([TORCHREC[0], EVERYTHING])
         return [(o.step_ms, o.exposed_ms, o.straggler_ms) for o in outcomes]
 
     assert figures(0) == figures(0) != figures(1)

@@ -1,9 +1,10 @@
 """Preloaded by the forkserver of ranks.py: what every rank would import and prepare before its first compilation.
 
-It knows nothing of freescale. It trains a small model of the same kind (symbolic sizes, some of them known at run time
-alone, a custom op, an autograd.Function) through AOTAutograd and Inductor's passes, so that torch and SymPy fill what
-does not depend on the graph: a quarter of a rank's first compilation. It also reads what torch's cache keys depend on,
-all of torch's and Triton's sources: a second for every rank. It leaves no thread, which a fork would lose.
+It loads freescale's modules and uses nothing of them; the backend reads its settings where it is loaded, so that is
+left to the ranks. It trains a small model of the same kind (symbolic sizes, some of them known at run time alone, a
+custom op, an autograd.Function) through AOTAutograd and Inductor's passes, so that torch and SymPy fill what does not
+depend on the graph: a quarter of a rank's first compilation. It also reads what torch's cache keys depend on, all of
+torch's and Triton's sources: a second for every rank. It leaves no thread, which a fork would lose.
 """
 
 from __future__ import annotations
@@ -34,21 +35,38 @@ LATER = (
     "hypothesis.strategies",
     "pytest",
     "sympy.physics.units",
+    "torch._dynamo.dce_extra_outputs",
+    "torch._higher_order_ops.passes.inline_invoke_subgraph",
     "torch._inductor.bounds",
     "torch._inductor.choices",
     "torch._inductor.codegen.cpp",
     "torch._inductor.codegen.cpp_wrapper_cpu",
+    "torch._inductor.codegen.cpp_wrapper_gpu",
     "torch._inductor.codegen.cpu_device_op_overrides",
     "torch._inductor.codegen.memory_planning",
+    "torch._inductor.codegen.segmented_tree",
     "torch._inductor.codegen.wrapper",
     "torch._inductor.codegen.wrapper_fxir",
+    "torch._inductor.extern_node_serializer",
+    "torch._inductor.fx_passes.apply_gumbel_max_trick",
+    "torch._inductor.fx_passes.efficient_conv_bn_eval",
     "torch._inductor.hooks",
     "torch._inductor.kernel_template_choice",
     "torch._inductor.runtime.triton_heuristics",
     "torch._inductor.scheduler",
+    "torch._subclasses.schema_check_mode",
     "torch.distributed._functional_collectives",
     "torch.distributed.checkpoint",
+    "torch.export._trace",
+    "torch.export._unlift",
+    "torch.fx.experimental.validator",
+    "torch.utils._cpp_embed_headers",
     "torch.utils.cpp_extension",
+)
+FREESCALE = (  # (not freescale.report, which would take the place of the function of that name)
+    "freescale.driver",
+    "freescale.runtime.lookahead.loader",
+    "freescale.runtime.tables.sharded_embedding",
 )
 TORCHREC = ("torchrec", "torchrec.distributed.embedding", "torchrec.distributed.planner")
 HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu"))
@@ -168,26 +186,41 @@ def _cache_keys() -> None:
     codecache.CacheBase.get_system()
 
 
+def _registered() -> None:
+    """What can compile, as torch looks for it when a backend is named (among all installed packages), and for what."""
+    from torch._inductor.codegen import common
+
+    torch._dynamo.list_backends()
+    common.init_backend_registration()
+    common.get_device_op_overrides("cpu")
+
+
 def _threads() -> int:
     return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
 
 
+def _start_autograd() -> None:
+    """It starts a thread for each device, once. Where torch is built for CUDA, the first fake tensor makes up eight."""
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
 def _warm_up() -> None:
     torch.set_num_threads(1)
+    _start_autograd()
     tqdm.tqdm.monitor_interval = 0  # else a thread
     for name in LATER:
         with contextlib.suppress(ModuleNotFoundError):  # other releases of torch have other modules
             importlib.import_module(name)
-    for name in TORCHREC if HAS_TORCHREC else ():
+    for name in (*FREESCALE, *(TORCHREC if HAS_TORCHREC else ())):
         importlib.import_module(name)
     _leave_out_logs()
     joint_graph.lazy_init(torch.device("cpu"))
     post_grad.lazy_init()
-    if not torch.backends.cuda.is_built():  # else autograd starts threads for devices, with or without a GPU
-        ids = torch.tensor([1, 2, 1])
-        _train(_Model(), {"item": ids, "user": ids[:2], "weight": torch.ones(2)})
+    ids = torch.tensor([1, 2, 1])
+    _train(_Model(), {"item": ids, "user": ids[:2], "weight": torch.ones(2)})
     _sizes()
     _cache_keys()
+    _registered()
     torch._dynamo.utils.counters.clear()
 
 

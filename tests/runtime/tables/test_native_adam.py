@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,26 +60,32 @@ def _plain(optimizer, weight_decay, world):
     return table
 
 
-def _train(optimizer, weight_decay, look_ahead, interrupted=False, **options):
+@lru_cache(maxsize=2)
+def _compiled(optimizer, weight_decay, seed):
+    """Of this rank: a model that is compiled once for all its trainings, and its beginning."""
+    torch.manual_seed(seed)
+    model = Model(optimizer, weight_decay)
+    model.compile(backend="freescale", options={"codegen": "eager"})
+    return model, {name: t.clone() for name, t in model.state_dict().items()}
+
+
+def _train(optimizer, weight_decay, look_ahead, interrupted=False):
     import freescale
 
-    torch.manual_seed(5)
-    model = Model(optimizer, weight_decay)
-    model.compile(backend="freescale", options={"codegen": "eager", **options})
+    model, state = _compiled(optimizer, weight_decay, 5)
+    model.load_state_dict(state)
     step, rank = 0, dist.get_rank()
     for part in ((0, 3), (3, STEPS)) if interrupted else ((0, STEPS),):
+        if step > 0:
+            state = {name: t.clone() for name, t in model.state_dict().items()}
+            model, _ = _compiled(optimizer, weight_decay, 99)
+            model.load_state_dict(state)
         data = [_batch(s, rank) for s in range(*part)]
         for batch in freescale.LookaheadLoader(data, model) if look_ahead else data:
             step += 1
             model.item.lr = LR / step
             model(batch).backward()
-        if interrupted:
-            state = {name: t.clone() for name, t in model.state_dict().items()}
-            torch.manual_seed(99)
-            model = Model(optimizer, weight_decay)
-            model.compile(backend="freescale", options={"codegen": "eager"})
-            model.load_state_dict(state)
-    return model.state_dict()
+    return {name: t.clone() for name, t in model.state_dict().items()}
 
 
 def _check():

@@ -189,9 +189,9 @@ def _fall_back(layout: str, strict: bool | None, optimizer: str = "sgd", fused: 
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("freescale").addHandler(handler)
-    eager = trec.build(layout, optimizer, **(fused or {}))
+    eager = trec.build(layout, optimizer, small=True, **(fused or {}))
     expected = trec.train(eager, eager, 3, none=False)
-    model = trec.build(layout, optimizer, **(fused or {}))
+    model = trec.build(layout, optimizer, small=True, **(fused or {}))
     options = {"codegen": "eager"} | ({} if strict is None else {"strict": strict})
     losses = trec.train(model, _compiled(model, options=options), 3, none=False)
     logging.getLogger("freescale").removeHandler(handler)
@@ -238,7 +238,7 @@ def test_what_is_left_to_torchrec_is_an_error_under_strict():
 def _weighted():
     from torchrec import KeyedJaggedTensor
 
-    model = trec.build("row_wise", "sgd")
+    model = trec.build("row_wise", "sgd", small=True)
     run = _compiled(model, options={"codegen": "eager"})
     kjt, weight = trec.batch(1, dist.get_rank(), none=False)
     weighted = KeyedJaggedTensor(kjt.keys(), kjt.values(), torch.rand(kjt.values().shape[0]), kjt.lengths())
