@@ -47,8 +47,8 @@ def compile_with_inductor(
 
 
 def _needs_no_autograd(gm: fx.GraphModule) -> bool:
-    """No op of the graph may use autograd inside: every one is torch's or ours, or has a kernel of its own for autograd,
-    behind which torch.library leaves autograd out anyway."""
+    """No op of the graph can use autograd inside: each is torch's or ours, or has a kernel of its own for autograd, behind
+    which torch.library leaves autograd out anyway."""
     ops = {n.target for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
     foreign = (op.name() for op in ops if op.namespace not in _OPS_WITHOUT_AUTOGRAD)
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd") for name in foreign)
