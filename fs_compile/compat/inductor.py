@@ -47,19 +47,19 @@ def compile_with_inductor(
 
 
 def _needs_no_autograd(gm: fx.GraphModule) -> bool:
-    """No op of the graph can use autograd inside: each is torch's or ours, or has a kernel of its own for autograd, behind
-    which torch.library leaves autograd out anyway."""
+    """No op of the graph can use autograd inside: each is torch's or ours, or has a kernel of its own for autograd,
+    behind which torch.library leaves autograd out anyway."""
     ops = {n.target for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
     foreign = (op.name() for op in ops if op.namespace not in _OPS_WITHOUT_AUTOGRAD)
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd") for name in foreign)
 
 
-def _below_autograd(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def _below_autograd(call: Any) -> Callable[..., Any]:
     """The same without autograd's layer of every op, which has nothing to do in a compiled graph. For an op that is
     written in Python, torch.library's `custom_op`, that layer is Python, too."""
     guard = torch._C._AutoDispatchBelowAutograd
 
-    def run(inputs: list[Any]) -> Any:
+    def run(inputs: Any) -> Any:
         with guard():
             return call(inputs)
 
