@@ -136,7 +136,7 @@ class Config:
             flag = f"{PREFIX}COMPRESS" if self.compress else f"{PREFIX}WIRE"
             also = "all" if self.passes.strip() == "all" else "..."
             raise ConfigError(
-                f"{flag} changes the numbers of training, which only the pass compress_exchange may: "
+                f"{flag} is for the pass compress_exchange, which nothing but its name switches on: "
                 f"set {PREFIX}PASSES={also},compress_exchange"
             )
         if named and self.strict and not asked.sends_less:

@@ -19,6 +19,7 @@ from freescale.kernels import lossless, row_packing
 from freescale.kernels.compression import LOSSLESS
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LAUNCH_SUFFIXES, lib
+from freescale.kernels.planning import row_requests
 from freescale.kernels.transports import c10d, launch_record, open_transports
 
 _launches: Counter[str] = Counter()  # of each label, in this process
@@ -54,16 +55,15 @@ def launch_packed(transport_name, what, x, send_counts, recv_counts, n_recv, pri
 
 def _pack(packing, x, send_counts, recv_counts, group, launch_number):
     if packing == LOSSLESS:
-        return lossless.pack(x, send_counts, recv_counts, group.rank(), partial(_exchange_sizes, group, x.device))
+        return lossless.pack(x, send_counts, recv_counts, group.rank(), partial(_exchange_sizes, group))
     return row_packing.pack(packing, x, send_counts, recv_counts, group.rank(), launch_number)
 
 
-def _exchange_sizes(group: Any, device: torch.device, sizes: torch.Tensor) -> torch.Tensor:
+def _exchange_sizes(group: Any, sizes: torch.Tensor) -> torch.Tensor:
+    received, ones = torch.empty_like(sizes), [1] * group.size()
     with launch_record.record_host_wait("sizes of what is compressed"):
-        sent, ones = sizes.to(device), [1] * group.size()
-        received = torch.empty_like(sent)
-        c10d.start_all_to_all(received, sent, ones, ones, group).wait()
-        return received.cpu()
+        row_requests.all_to_all_cpu(received, sizes, ones, ones, group)
+    return received
 
 
 def _unpack(packed: row_packing.Packed, received: torch.Tensor, out: torch.Tensor) -> None:

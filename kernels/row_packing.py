@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
+from freescale.kernels import rounding
 from freescale.kernels.compression import Packing, Slabs, compress, entries_of, expand, packed_counts, parse
-from freescale.kernels.rounding import WIDE_TYPES, from_fp8, to_fp8, to_wide
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,7 @@ def pack(
     if packing.kind == "largest":
         packed, unpack = take_largest(x, send, packing), partial(put_back, slabs=recv, packing=packing)
     else:
-        parts = _around(x, send_counts, rank)
-        others = parts[0] if len(parts) == 1 else torch.cat(parts)
-        packed = _narrow(others, packing, launch_number)
+        packed = _narrow(of_others(x, send_counts, rank), packing, launch_number)
         unpack = partial(_widen, packing=packing, counts=recv_counts, rank=rank)
     return Packed(packed, packed_counts(send.rows, packing), packed_counts(recv.rows, packing), unpack)
 
@@ -61,7 +60,13 @@ def _own_rows(counts: torch.Tensor, rank: int) -> slice:
     return slice(begin, begin + numbers[rank])
 
 
-def _around(x: torch.Tensor, counts: torch.Tensor, rank: int) -> list[torch.Tensor]:
+def of_others(x: torch.Tensor, counts: torch.Tensor, rank: int) -> torch.Tensor:
+    """The rows of all ranks but this one."""
+    parts = around(x, counts, rank)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def around(x: torch.Tensor, counts: torch.Tensor, rank: int) -> list[torch.Tensor]:
     """The rows before those of this rank and those behind them, if there are any; at least one tensor."""
     own = _own_rows(counts, rank)
     parts = [x[: own.start], x[own.stop :]]
@@ -69,30 +74,29 @@ def _around(x: torch.Tensor, counts: torch.Tensor, rank: int) -> list[torch.Tens
 
 
 def _narrow(x: torch.Tensor, packing: Packing, launch_number: int) -> torch.Tensor:
-    number = launch_number if packing.stochastic else None
-    if x.is_cuda and (packing.kind == "fp8" or number is not None):
-        from freescale.kernels import rounding_triton
-
-        if number is None or packing.kind == "fp8":
-            return rounding_triton.to_fp8(x, number)
-        return rounding_triton.to_wide(x, WIDE_TYPES[packing.kind], number).view(torch.uint8)
+    number, kernels = launch_number if packing.stochastic else None, _rounding(x)
     if packing.kind == "fp8":
-        return to_fp8(x, number)
-    return to_wide(x, WIDE_TYPES[packing.kind], number).view(torch.uint8)
+        return kernels.to_fp8(x, number)
+    return kernels.to_wide(x, rounding.WIDE_TYPES[packing.kind], number).view(torch.uint8)
+
+
+def _rounding(x: torch.Tensor) -> Any:
+    """What rounds where `x` is."""
+    if not x.is_cuda:
+        return rounding
+    from freescale.kernels import rounding_triton
+
+    return rounding_triton
 
 
 def _widen(packed: torch.Tensor, out: torch.Tensor, packing: Packing, counts: torch.Tensor, rank: int) -> None:
     begin = 0
-    for part in _around(out, counts, rank):
+    for part in around(out, counts, rank):
         rows = packed[begin : begin + part.shape[0]]
-        if packing.kind == "fp8" and part.is_cuda:
-            from freescale.kernels import rounding_triton
-
-            rounding_triton.from_fp8(rows, part)
-        elif packing.kind == "fp8":
-            from_fp8(rows, part)
+        if packing.kind == "fp8":
+            _rounding(part).from_fp8(rows, part)
         else:
-            part.copy_(rows.view(WIDE_TYPES[packing.kind]))
+            part.copy_(rows.view(rounding.WIDE_TYPES[packing.kind]))
         begin += part.shape[0]
 
 

@@ -145,7 +145,7 @@ def test_bad_list_of_passes_is_refused(abc, text: str, sentence: str):
 LOSSY = {"FREESCALE_PASSES": "all,compress_exchange"}
 WIRES = "FREESCALE_WIRE must be one of fp32, fp16, bf16, fp8, fp16,stochastic, bf16,stochastic"
 FORM = "FREESCALE_COMPRESS must be rows:SHARE or rows:lossless, dense:SHARE or both, then which=background or which=all"
-NAME_IT = "changes the numbers of training, which only the pass compress_exchange may: set FREESCALE_PASSES="
+NAME_IT = "is for the pass compress_exchange, which nothing but its name switches on: set FREESCALE_PASSES="
 
 
 def test_all_leaves_the_lossy_pass_out():

@@ -268,7 +268,7 @@ def test_generated_code_trains_alike():
     run_ranks(_generated_code, 2)
 
 
-def _bytes(less, used=8):
+def _bytes(less, of_model):
     from freescale.kernels.transports import c10d, launch_record
 
     received, honest = [], c10d.start_all_to_all
@@ -282,21 +282,19 @@ def _bytes(less, used=8):
         launch_record.records.clear()
         received.clear()
         with mock.patch.object(c10d, "start_all_to_all", counting):
-            _train(options, False, used=used)
+            _train(options, False, **of_model)
         found[name] = sum(received)
-    sizes = sum(8 * (dist.get_world_size() - 1) for r in launch_record.records if r.label.startswith("sizes"))
-    found["less"] -= sizes
     assert sum(r.bytes for r in launch_record.records if " of item" in r.label) == found["less"]
     return found
 
 
 def test_records_have_the_bytes_that_travel():
-    for found in run_ranks(_bytes, 2, "rows:0.1,which=all"):
+    for found in run_ranks(_bytes, 2, "rows:0.1,which=all", {}):
         assert 0.08 * found["exact"] < found["less"] <= 0.1 * found["exact"]
 
 
 def test_zeros_do_not_travel():
-    """Of 8 values of a gradient 1 is no zero, and each has a bit: 1/8 + 1/32 of their bytes, and all of the rows'."""
-    found = run_ranks(_bytes, 2, "rows:lossless,which=all", 1)
+    """Of 32 values of a gradient 4 are no zeros, and each has a bit: 1/8 + 1/32 of their bytes, and all of the rows'."""
+    found = run_ranks(_bytes, 2, "rows:lossless,which=all", {"dim": 32, "used": 4})
     exact, less = (sum(of_rank[name] for of_rank in found) for name in ("exact", "less"))
     assert 0.578 * exact < less < 0.6 * exact
