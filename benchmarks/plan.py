@@ -20,7 +20,7 @@ import torch
 
 from command_line import parser
 from freescale.kernels.planning import exchange_plan, native_plan
-from freescale.kernels.planning.batch_plan import Extent
+from freescale.kernels.planning.batch_plan import Extent, Room
 from freescale.kernels.planning.native_batch import NativeBatchPlan
 from freescale.kernels.planning.rank_mesh import RankMesh
 from freescale.runtime.tables import step_plan
@@ -124,7 +124,7 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.S
             memories[number % 2] = np.zeros(plan.needed * 5 // 4, dtype=np.int64)
         memory = memories[number % 2]
         clock.append(time.thread_time())
-        _, (planned,) = plan.plan(native_plan.address_of(memory))
+        _, (planned,) = plan.plan(Room(native_plan.address_of(memory), memory.shape[0]))
         clock.append(time.thread_time())
         arrays = _tensors(memory, planned.rows)
         values = step_plan.count_values({})

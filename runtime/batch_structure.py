@@ -23,7 +23,7 @@ def is_kjt(x: Any) -> bool:
 
 def children(x: Any) -> Iterator[tuple[str, Any]]:
     """What a dict, dataclass, list or tuple holds, by name."""
-    if isinstance(x, Mapping):
+    if type(x) is dict or isinstance(x, Mapping):
         yield from ((str(k), v) for k, v in x.items())
     elif dataclasses.is_dataclass(x) and not isinstance(x, type):
         yield from ((f.name, getattr(x, f.name)) for f in dataclasses.fields(x))
@@ -52,10 +52,10 @@ def id_holders(batch: Any, wanted: Sequence[str]) -> list[Any]:
 
 def leaves(x: Any) -> Iterator[Any]:
     """The tensors and KeyedJaggedTensors of the batch."""
-    if is_kjt(x) or isinstance(x, torch.Tensor):
+    if isinstance(x, torch.Tensor) or is_kjt(x):
         yield x
     else:
-        for _, child in children(x):
+        for child in x.values() if type(x) is dict else x if type(x) in (list, tuple) else [c for _, c in children(x)]:
             yield from leaves(child)
 
 
@@ -137,7 +137,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if t.is_cuda:
             streams[t.device] = torch.cuda.current_stream(t.device)
             t = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True)
-        host.append(t.cpu())
+        host.append(t if t.is_cpu else t.cpu())
     for stream in streams.values():
         stream.synchronize()
     return host

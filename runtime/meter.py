@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from freescale.kernels.transports import launch_record
+from freescale.kernels.transports import cuda_driver, launch_record
 
 KEPT = 10_000
 LOADER, PLANNER, MEETING = "loader", "planner", "meeting of the ranks"  # what the host waits for between two steps
@@ -28,14 +28,15 @@ class DeviceStep:
     """A step on a GPU, as its compute stream sees it: from where it begins until its graph begins, and to its end."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device)
+        self._driver = cuda_driver.driver_of(device)
+        self._stream = self._driver.current_stream()
         self._events: list[Any] = [self._record(), None, None]  # its begin, its graph's, its end
         self._host_began = time.perf_counter()
         self.host_seconds = 0.0  # until the graph began
         self.gap_seconds = self.seconds = 0.0  # until the device has got there
 
     def _record(self) -> Any:
-        return self._stream.record_event(torch.cuda.Event(enable_timing=True))
+        return self._driver.record_event(self._stream, timing=True)
 
     def graph_begins(self) -> None:
         if self._events and self._events[1] is None:
@@ -51,11 +52,11 @@ class DeviceStep:
         if not self._events:
             return True
         began, graph_began, ended = self._events
-        if ended is None or not ended.query():
+        if ended is None or not self._driver.is_done(ended):
             return False
-        self.seconds = began.elapsed_time(ended) / 1e3
+        self.seconds = self._driver.seconds_between(began, ended)
         if graph_began is not None:
-            self.gap_seconds = began.elapsed_time(graph_began) / 1e3
+            self.gap_seconds = self._driver.seconds_between(began, graph_began)
         self._events = []
         return True
 

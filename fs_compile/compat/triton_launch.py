@@ -28,23 +28,28 @@ def launch(kernel: Any, grid: tuple[int], *args: Any, **options: Any) -> None:
         kernel[grid](*args, **options)
         return
     device = torch._C._cuda_getDevice()
-    facts = [a if constant else _fact(a) for a, constant in zip(args, constants, strict=True)]
-    key = kernel, device, *facts, *options.values()
-    found = _compiled.get(key)
+    key, values = [kernel, device, *options.values()], []
+    for argument, constant in zip(args, constants, strict=True):
+        if not constant and isinstance(argument, torch.Tensor):
+            address = argument.data_ptr()
+            key.append((argument.dtype, argument.is_cuda, address % 16 == 0))
+            values.append(address)  # the driver would be asked where a tensor's memory is
+        else:
+            key.append(argument if constant else _fact(argument))
+            values.append(argument)
+    found = _compiled.get(tuple(key))
     if found is None:
         compiled = kernel[grid](*args, **options)
         if hasattr(compiled, "packed_metadata"):  # not while it is being compiled elsewhere
-            _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+            _compiled[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
         return
     run, function, metadata = found
     assert cuda.current_stream_handle is not None
-    run(grid[0], 1, 1, cuda.current_stream_handle(device), function, metadata, None, None, None, *args)
+    run(grid[0], 1, 1, cuda.current_stream_handle(device), function, metadata, None, None, None, *values)
 
 
 def _fact(argument: Any) -> Any:
     """What a compiled kernel depends on."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
     return argument in _INT32 if isinstance(argument, int) else type(argument)
 
 

@@ -1,8 +1,9 @@
 /* All of planning for a batch, with the other ranks, without Python: what exchange_plan.py and row_requests.py define.
  *
- * A batch is planned in two calls. fs_request_batch groups its ids and tells all ranks how many rows it requests from
+ * A batch is planned in two steps. fs_request_batch groups its ids and tells all ranks how many rows it requests from
  * each, or why it does not go on; if all go on, fs_plan_batch exchanges the rows and plans this batch's rows and the
- * gradients of the batch before it. fs_plan_last plans the gradients of a batch that none follows. */
+ * gradients of the batch before it. fs_request_and_plan does both where the caller has room for the plans already.
+ * fs_plan_last plans the gradients of a batch that none follows. */
 
 #include <string.h>
 
@@ -383,6 +384,17 @@ i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *ou
     p->has_before = 1;
     *used = w.used;
     return result;
+}
+
+/* fs_request_batch, and fs_plan_batch behind it if all ranks go on and the room of `elements` is enough. Returns as the
+ * former, or 2 if the batch is planned. */
+i64 fs_request_and_plan(batch_plan *p, i64 status, const feature_ids *ids, double seconds, i64 *headers, i64 *needed,
+                        i64 *failed, i64 *out, i64 elements, i64 *used, plan_result *results, const copy *copies,
+                        i64 n_copies) {
+    i64 result = fs_request_batch(p, status, ids, seconds, headers, needed, failed);
+    if (result != 1 || *needed > elements) return result;
+    result = fs_plan_batch(p, ids, seconds, out, used, results, failed, copies, n_copies);
+    return result ? result : 2;
 }
 
 /* At most so many elements does fs_plan_last need. */

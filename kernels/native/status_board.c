@@ -24,7 +24,7 @@ static inline _Atomic i64 *line_of(char *board, i64 line_bytes, i64 rank, i64 ro
     return (_Atomic i64 *)(board + (2 * rank + (round & 1)) * line_bytes);
 }
 
-void fs_post(char *board, i64 line_bytes, i64 rank, i64 round, const i64 *numbers, i64 count) {
+static void fs_post(char *board, i64 line_bytes, i64 rank, i64 round, const i64 *numbers, i64 count) {
     _Atomic i64 *line = line_of(board, line_bytes, rank, round);
     for (i64 i = 0; i < count; i++) atomic_store_explicit(line + 1 + i, numbers[i], memory_order_relaxed);
     atomic_store_explicit(line, round, memory_order_release);
@@ -59,4 +59,11 @@ i64 fs_read(char *board, i64 line_bytes, i64 world, i64 round, i64 *numbers, i64
             numbers[rank * count + i] = atomic_load_explicit(line + 1 + i, memory_order_relaxed);
     }
     return world;
+}
+
+/* Both in one call: Python's lock is given away once. */
+i64 fs_post_and_read(char *board, i64 line_bytes, i64 rank, i64 world, i64 round, const i64 *own, i64 *numbers, i64 count,
+                     double seconds) {
+    fs_post(board, line_bytes, rank, round, own, count);
+    return fs_read(board, line_bytes, world, round, numbers, count, seconds);
 }

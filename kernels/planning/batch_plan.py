@@ -45,6 +45,14 @@ class Copy(NamedTuple):
     size: int
 
 
+class Room(NamedTuple):
+    """Memory for plans, and what else is to be copied when they are made."""
+
+    address: int
+    elements: int
+    copies: Sequence[Copy] = ()
+
+
 class PlannedExchange(NamedTuple):
     """One exchange of a batch."""
 
@@ -58,22 +66,26 @@ class PlannedExchange(NamedTuple):
 class BatchPlan(Protocol):
     """Plans the batches of a loop, one after the other, with the other ranks."""
 
-    def request(self, status: int, ids: Sequence[torch.Tensor] | None) -> Headers | None:
+    def request(
+        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None
+    ) -> Headers | None:
         """Tell the other ranks what this one requests (ids of all features of all exchanges; status 0), or that it does
-        not go on (no ids). Returns None if all ranks go on with valid ids, else what they say. Collective."""
+        not go on (no ids). Returns None if all ranks go on with valid ids, else what they say. Collective.
+
+        Where all go on and `room` is enough, it may do at once what `plan` would do with it."""
 
     @property
     def needed(self) -> int:
         """So many elements may `plan` write."""
 
-    def plan(self, address: int, copies: Sequence[Copy] = ()) -> tuple[int, list[PlannedExchange]]:
+    def plan(self, room: Room) -> tuple[int, list[PlannedExchange]]:
         """When all ranks go on: plan the rows of the batch and the gradients of the one before it. Collective.
 
-        Writes to `address`, and returns how many elements. Makes copies too, if there are any to be made."""
+        Returns how many elements it has written."""
 
     @property
     def needed_for_last(self) -> int:
         """So many elements may `plan_last` write."""
 
-    def plan_last(self, address: int) -> tuple[int, list[PlannedExchange]]:
+    def plan_last(self, room: Room) -> tuple[int, list[PlannedExchange]]:
         """The gradients of the batch that came last: all are urgent."""

@@ -1,4 +1,6 @@
-"""Planning of whole batches in C, with the other ranks (batch_plan.c): two calls for a batch, without Python's lock.
+"""Planning of whole batches in C, with the other ranks (batch_plan.c): one call for a batch, without Python's lock.
+
+Two, where the caller's guess of the room that its plans need was too small.
 
 What they compute is defined by exchange_plan.py and row_requests.py.
 """
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +23,15 @@ from freescale.kernels.planning.batch_plan import (
     ExchangeCounts,
     Extent,
     PlannedExchange,
+    Room,
 )
 from freescale.kernels.planning.exchange_plan import ExchangeTables
 from freescale.kernels.planning.rank_mesh import RankMesh
 
 _ARRAYS = len(ROWS_ARRAYS) + len(GRADIENT_ARRAYS)
 _COUNTS = 2 * len(ExchangeCounts._fields)  # of rows, of gradients
+_NO_ROOM = Room(0, 0)
+_GO_ON = 1  # what fs_request_and_plan returns if all ranks go on, and more if the batch is planned, too
 
 
 class _Result(ctypes.Structure):
@@ -54,52 +59,71 @@ class NativeBatchPlan:
         # Not at exit: a thread may still be waiting in C.
         weakref.finalize(self, functions.fs_free_batch_plan, self._address).atexit = False
         self._results = (_Result * len(owners))()
+        self._counts: np.ndarray = np.empty(0)  # that the results point to
+        self._planned_in: Room | None = None  # where `request` has planned the batch already
         self._headers = np.empty((mesh.world, 1 + 3 * len(owners)), dtype=np.int64)
         self._ids: native_plan.FeatureIds | None = None  # of the batch that is planned
         self._needed, self._used, self._failed = (ctypes.c_int64() for _ in range(3))
 
-    def request(self, status: int, ids: Sequence[torch.Tensor] | None) -> row_requests.Headers | None:
+    def request(
+        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None
+    ) -> row_requests.Headers | None:
         self._ids = None if ids is None else native_plan.FeatureIds(ids)
         address = None if self._ids is None else ctypes.addressof(self._ids)
         headers = native_plan.address_of(self._headers)
-        needed, failed = map(ctypes.addressof, (self._needed, self._failed))
-        request = native_plan.library().fs_request_batch
-        if self._checked(request(self._address, status, address, self._timeout, headers, needed, failed)):
-            return None
-        return row_requests.read_headers(self._headers, self._exchanges)
+        needed, failed, used = map(ctypes.addressof, (self._needed, self._failed, self._used))
+        memory, elements, copies = room if room is not None else _NO_ROOM
+        answer = native_plan.library().fs_request_and_plan(
+            self._address, status, address, self._timeout, headers, needed, failed, memory, elements, used,
+            self._new_results(), _numbers(copies), len(copies)
+        )  # fmt: skip
+        self._planned_in = room if self._checked(answer) > _GO_ON else None
+        return None if answer >= _GO_ON else row_requests.read_headers(self._headers, self._exchanges)
 
     @property
     def needed(self) -> int:
         return self._needed.value
 
-    def plan(self, address: int, copies: Sequence[Copy] = ()) -> tuple[int, list[PlannedExchange]]:
+    def plan(self, room: Room) -> tuple[int, list[PlannedExchange]]:
         assert self._ids is not None
-        numbers = (ctypes.c_int64 * (3 * len(copies)))(*(number for copy in copies for number in copy))
-        ids, used, failed = map(ctypes.addressof, (self._ids, self._used, self._failed))
-        plan = native_plan.library().fs_plan_batch
-        rest = failed, numbers, len(copies)
-        return self._planned(lambda results: plan(self._address, ids, self._timeout, address, used, results, *rest))
+        if self._planned_in is not room:
+            ids, used, failed = map(ctypes.addressof, (self._ids, self._used, self._failed))
+            answer = native_plan.library().fs_plan_batch(
+                self._address, ids, self._timeout, room.address, used, self._new_results(), failed,
+                _numbers(room.copies), len(room.copies)
+            )  # fmt: skip
+            self._checked(answer)
+        return self._read_results()
 
     @property
     def needed_for_last(self) -> int:
         return native_plan.library().fs_room_of_last(self._address)
 
-    def plan_last(self, address: int) -> tuple[int, list[PlannedExchange]]:
-        plan, used = native_plan.library().fs_plan_last, ctypes.addressof(self._used)
-        return self._planned(lambda results: plan(self._address, address, used, results))
+    def plan_last(self, room: Room) -> tuple[int, list[PlannedExchange]]:
+        used = ctypes.addressof(self._used)
+        self._checked(native_plan.library().fs_plan_last(self._address, room.address, used, self._new_results()))
+        return self._read_results()
 
-    def _planned(self, plan: Callable[[int], int]) -> tuple[int, list[PlannedExchange]]:
-        counts = np.zeros((self._exchanges, _COUNTS, self._world), dtype=np.int64)
-        for result, of_exchange in zip(self._results, counts, strict=True):
+    def _new_results(self) -> int:
+        """Their address; of no arrays so far. What was planned before keeps its counts."""
+        ctypes.memset(self._results, 0, ctypes.sizeof(self._results))
+        self._counts = np.zeros((self._exchanges, _COUNTS, self._world), dtype=np.int64)
+        for result, of_exchange in zip(self._results, self._counts, strict=True):
             result.counts = native_plan.address_of(of_exchange)
-        self._checked(plan(ctypes.addressof(self._results)))
-        return self._used.value, [_read(*pair) for pair in zip(self._results, counts, strict=True)]
+        return ctypes.addressof(self._results)
+
+    def _read_results(self) -> tuple[int, list[PlannedExchange]]:
+        return self._used.value, [_read(*pair) for pair in zip(self._results, self._counts, strict=True)]
 
     def _checked(self, result: int) -> int:
         if native_plan.checked(result) < 0:
             what = "has left" if result == native_plan.RANK_LEFT else f"has not answered within {self._timeout:g} s"
             raise RuntimeError(f"rank {self._failed.value} {what}")
         return result
+
+
+def _numbers(copies: Sequence[Copy]) -> Any:
+    return (ctypes.c_int64 * (3 * len(copies)))(*(number for copy in copies for number in copy))
 
 
 def _read(result: Any, counts: np.ndarray) -> PlannedExchange:

@@ -35,6 +35,7 @@ _SIGNATURES = {  # P: pointer, n: number, d: double, v: nothing; the result come
     "fs_free_batch_plan": "vP",
     "fs_request_batch": "nPnPdPPP",
     "fs_plan_batch": "nPPdPPPPPn",
+    "fs_request_and_plan": "nPnPdPPPPnPPPn",
     "fs_room_of_last": "nP",
     "fs_plan_last": "nPPPP",
 }

@@ -14,10 +14,10 @@ from freescale.kernels.planning.batch_plan import (
     ALIGNMENT,
     GRADIENT_ARRAYS,
     ROWS_ARRAYS,
-    Copy,
     ExchangeCounts,
     Extent,
     PlannedExchange,
+    Room,
 )
 from freescale.kernels.planning.exchange_plan import ExchangeTables, GradientsPlan, OwnRequests, Requests, RowsPlan
 
@@ -33,7 +33,9 @@ class ReferenceBatchPlan:
         self._send_counts: list[torch.Tensor] = []
         self._before: list[Requests] | None = None
 
-    def request(self, status: int, ids: Sequence[torch.Tensor] | None) -> row_requests.Headers | None:
+    def request(
+        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None
+    ) -> row_requests.Headers | None:
         features = iter(() if ids is None else ids)
         self._ids = [[] if ids is None else [next(features) for _ in t.first_rows] for t in self._tables]
         pairs = () if ids is None else zip(self._ids, self._tables, strict=True)
@@ -54,10 +56,10 @@ class ReferenceBatchPlan:
         keys_and_rows = ((r.needed.values.shape[0], r.rows.shape[0]) for r in self._before or ())
         return sum(keys + 3 * rows + _GAPS for keys, rows in keys_and_rows)
 
-    def plan(self, address: int, copies: Sequence[Copy] = ()) -> tuple[int, list[PlannedExchange]]:
-        for copy in copies:
+    def plan(self, room: Room) -> tuple[int, list[PlannedExchange]]:
+        for copy in room.copies:
             ctypes.memmove(*copy)
-        writer, requests, planned = _Writer(address, self.needed), [], []
+        writer, requests, planned = _Writer(room.address, self.needed), [], []
         for own, send_counts in zip(self._requested(), self._send_counts, strict=True):
             requests.append(row_requests.send_requests(own, send_counts, self._group))
         for i, after in enumerate(requests):
@@ -70,8 +72,8 @@ class ReferenceBatchPlan:
         self._before = requests
         return writer.used, planned
 
-    def plan_last(self, address: int) -> tuple[int, list[PlannedExchange]]:
-        writer = _Writer(address, self.needed_for_last)
+    def plan_last(self, room: Room) -> tuple[int, list[PlannedExchange]]:
+        writer = _Writer(room.address, self.needed_for_last)
         splits = [exchange_plan.all_urgent(r) for r in self._before or ()]
         planned = [writer.write(None, None, None, exchange_plan.plan_gradients(split)) for split in splits]
         return writer.used, planned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 
 from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, level_of
 
-_MANY = 3  # messages; asking the device about them takes as long as launching one
+_MANY = 8  # messages of a priority: then the device is asked about them, which takes as long as half a launch
 
 
 @dataclass(slots=True)
@@ -43,16 +44,17 @@ class InFlight:
             return sorted((m for messages in self._by_level for m in messages), key=lambda m: m.number)
 
     def add(self, message: Message) -> None:
-        """Also forgets the oldest message of a priority that has many, if it has finished: the list stays short, and to
-        launch costs the same however many are in flight."""
+        """Also forgets what has finished, of a priority that has many: lists stay short, few launches ask the device,
+        and a launch costs the same however many messages are in flight."""
         with self._lock:
-            oldest = [messages for messages in self._by_level if len(messages) > _MANY]
-            if oldest:
+            messages = self._by_level[level_of(message.priority)]
+            if len(messages) > _MANY:
                 assert self.are_done is not None
-                for messages, done in zip(oldest, self.are_done([m[0].done for m in oldest]), strict=True):
-                    if done:
-                        messages.popleft()
-            self._by_level[level_of(message.priority)].append(message)
+                for done in self.are_done([m.done for m in itertools.islice(messages, _MANY)]):
+                    if not done:
+                        break
+                    messages.popleft()
+            messages.append(message)
 
     def oldest(self) -> Message | None:
         """Of the unfinished ones; forgets what has finished, of any priority, and the memory that it held."""

@@ -25,7 +25,7 @@ from freescale.runtime.balance.integer_problem import BalanceError
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.samples.batch_balancer import BatchBalancer
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
-from freescale.runtime.tables.plan_block import PlanBlock, move_to_device, packable_tensors
+from freescale.runtime.tables.plan_block import PinnedMemory, PlanBlock, move_to_device, packable_tensors
 from freescale.runtime.tables.table_exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class _Loaded:
     value_counts: dict[str, int] = field(default_factory=dict)  # of the keys of its KeyedJaggedTensors
     for_balancer: list[int] = field(default_factory=lambda: _NOTHING_TO_BALANCE)
     loader_state: Any = None
+    moved: batch_structure.BatchEvent | None = None  # what was brought to the device
+    block: PlanBlock | None = None  # for its plans
     began: float = 0.0  # when the user's loader was asked, by time.perf_counter(),
     ended: float = 0.0  # and when it had answered
 
@@ -76,6 +78,8 @@ class BatchPlanning:
         self._structure: str | None = None  # of every batch, in words
         self._previous: PlannedBatch | None = None  # its gradients are not planned yet
         self._device = exchanges[0].anchor.device
+        self._pinned = PinnedMemory(self._device)
+        self._room = 0  # elements that were enough for every plan so far
 
     def advance(self) -> PlannedBatch | None:
         """Plan one more batch. Returns the one before it, whose plans are complete now; None for the first.
@@ -87,6 +91,7 @@ class BatchPlanning:
         loaded = self._load()
         if self.balancer is not None:
             self._balance(self.balancer, loaded, self._gather_for_balancer(loaded))
+        self._prepare_block(loaded)
         self._request_rows(loaded)
         planned = self._plan_batch(loaded)
         complete, self._previous = self._previous, planned
@@ -97,7 +102,7 @@ class BatchPlanning:
         """The last batch. It leaves nothing for later: its gradients are all urgent, no rows are fetched for a next."""
         if self._previous is None:
             return None
-        block = PlanBlock(self._plan.needed_for_last, self._device)
+        block = PlanBlock(self._plan.needed_for_last, self._device, pinned=self._pinned)
         block.fill(self._plan.plan_last)
         self._previous.gradients = block
         return self._previous
@@ -139,11 +144,22 @@ class BatchPlanning:
             except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)
                 loaded.status, loaded.error = _FAILED, error
 
+    def _prepare_block(self, loaded: _Loaded) -> None:
+        """Room for the plans, as much as has been enough so far, and for the tensors of the batch."""
+        if loaded.status != _OK:
+            return
+        try:
+            loaded.batch, loaded.moved = move_to_device(loaded.batch, self._device)
+            tensors = packable_tensors(loaded.batch, self._device)
+            loaded.block = PlanBlock(self._room, self._device, tensors, self._pinned)
+        except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)
+            loaded.status, loaded.error = _FAILED, error
+
     def _request_rows(self, loaded: _Loaded) -> None:
-        """Tell the owners how many rows, once every rank has said that it goes on."""
+        """Tell the owners which rows, once every rank has said that it goes on; where there is room, plan them too."""
         self.busy_since = time.monotonic()
         ids = None if loaded.status != _OK else [t for of_exchange in loaded.ids for t in of_exchange]
-        headers = self._plan.request(loaded.status, ids)
+        headers = self._plan.request(loaded.status, ids, None if loaded.block is None else loaded.block.room)
         if headers is None:
             return
         self._require_all_go_on(headers.statuses, loaded.error)
@@ -154,11 +170,15 @@ class BatchPlanning:
 
     def _plan_batch(self, loaded: _Loaded) -> PlannedBatch:
         """Plan a batch's rows, and the gradients of the batch before it, now that both are known."""
-        batch, moved = move_to_device(loaded.batch, self._device)
-        block = PlanBlock(self._plan.needed, self._device, packable_tensors(batch, self._device))
-        self.busy_since = time.monotonic()
-        block.fill(lambda address: self._plan.plan(address, block.copies))
-        planned = PlannedBatch(self.number, batch, block, loaded.value_counts, loaded.loader_state, moved)
+        block, needed = loaded.block, self._plan.needed
+        assert block is not None
+        self._room = max(self._room, needed)
+        if needed > block.room.elements:
+            block.make_room(needed)
+        block.fill(self._plan.plan)
+        planned = PlannedBatch(
+            self.number, loaded.batch, block, loaded.value_counts, loaded.loader_state, loaded.moved
+        )
         planned.loaded = loaded.began, loaded.ended
         if self._previous is not None:
             self._previous.next, self._previous.gradients = planned, block

@@ -15,27 +15,43 @@ from freescale.runtime.tables.step_plan import StepPlan
 from freescale.runtime.tables.table_exchange import Exchange
 
 
-def collect(exchange: Exchange, plan: StepPlan) -> None:
-    """Each backward pass of a step is one update, as in TorchRec. So where a second one hands its late gradients over,
-    those of the first are applied, by all ranks in this very place, instead of being added to."""
-    plan_ref = weakref.ref(plan)  # the graph of a loss that the user keeps must not keep plans
-    backwards_before = table_registry.backward_update_counts[exchange.name]
+class LateGradientsHook:
+    """On the slot of a step's late gradients: called when a backward pass hands them over.
 
-    def on_gradient(grad: torch.Tensor) -> None:
-        plan = plan_ref()
+    Each backward pass of a step is one update, as in TorchRec. So where a second one hands its late gradients over,
+    those of the first are applied, by all ranks in this very place, instead of being added to."""
+
+    def __init__(self, exchange: Exchange, plan: StepPlan) -> None:
+        self._exchange, self._number = exchange, plan.number
+        self._plan = weakref.ref(plan)  # the graph of a loss that the user keeps must not keep plans
+        self._backwards_before = table_registry.backward_update_counts[exchange.name]
+        self.refused_after = ""  # nobody will fetch them any more, since this
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        if self.refused_after:
+            raise RuntimeError(
+                f"freescale: backward of step {self._number} after {self.refused_after}: {grad.shape[0]} rows of its "
+                "gradients have missed their step. Call backward before the next batch goes through the model"
+            )
+        plan, name = self._plan(), self._exchange.name
         if plan is None or plan.late_slot is None:
             return
-        settings = table_registry.last_step_settings.get(exchange.name)
+        settings = table_registry.last_step_settings.get(name)
         if plan.late_slot.grad is not None:
-            table_registry.last_step_settings[exchange.name] = plan.settings
-            apply(exchange, plan)
-            table_registry.last_step_settings[exchange.name] = settings
+            table_registry.last_step_settings[name] = plan.settings
+            apply(self._exchange, plan)
+            table_registry.last_step_settings[name] = settings
         plan.settings = settings
         # A table that the loss does not depend on gets zeros, and no update.
-        plan.backwards += table_registry.backward_update_counts[exchange.name] > backwards_before + plan.backwards
+        updates = table_registry.backward_update_counts[name]
+        plan.backwards += updates > self._backwards_before + plan.backwards
 
+
+def collect(exchange: Exchange, plan: StepPlan) -> None:
+    """The forward pass of the step is over: its backward passes hand late gradients over."""
     assert plan.late_slot is not None
-    plan.late_slot.register_hook(on_gradient)
+    plan.late_hook = LateGradientsHook(exchange, plan)
+    plan.late_slot.register_hook(plan.late_hook)
 
 
 def apply(exchange: Exchange, plan: StepPlan) -> None:
@@ -51,14 +67,5 @@ def apply(exchange: Exchange, plan: StepPlan) -> None:
 
 def refuse_backward(plan: StepPlan, after: str) -> None:
     """A backward pass of a step whose late gradients nobody will fetch any more must not go by in silence."""
-    number, slot = plan.number, plan.late_slot
-
-    def refuse(grad: torch.Tensor) -> None:
-        raise RuntimeError(
-            f"freescale: backward of step {number} after {after}: {grad.shape[0]} rows of its gradients have missed "
-            "their step. Call backward before the next batch goes through the model"
-        )
-
-    assert slot is not None
-    slot.register_hook(refuse)
+    plan.late_hook.refused_after = after
     plan.late_slot = None

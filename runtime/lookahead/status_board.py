@@ -29,10 +29,9 @@ def _library() -> Any:
     functions = build.load("status_board")
     if functions is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        functions.fs_post.argtypes = [pointer, number, number, number, pointer, number]
-        functions.fs_post.restype = None
         functions.fs_read.argtypes = [pointer, number, number, number, pointer, number, ctypes.c_double]
-        functions.fs_read.restype = number
+        functions.fs_post_and_read.argtypes = [pointer, *[number] * 4, pointer, pointer, number, ctypes.c_double]
+        functions.fs_read.restype = functions.fs_post_and_read.restype = number
     return functions
 
 
@@ -50,11 +49,11 @@ class StatusBoard:
         assert count <= _MAX_NUMBERS
         self._round += 1
         own, all_numbers = (ctypes.c_int64 * count)(*numbers), (ctypes.c_int64 * (count * self._world))()
-        functions.fs_post(address, _LINE_BYTES, self._rank, self._round, own, count)
-        end = time.monotonic() + timeout
+        end, seconds = time.monotonic() + timeout, min(_LOOK_SECONDS, timeout)
+        missing = functions.fs_post_and_read(
+            address, _LINE_BYTES, self._rank, self._world, self._round, own, all_numbers, count, seconds
+        )
         while True:
-            seconds = min(_LOOK_SECONDS, timeout)
-            missing = functions.fs_read(address, _LINE_BYTES, self._world, self._round, all_numbers, count, seconds)
             if missing == self._world:
                 if bytes(all_numbers) == bytes(own) * self._world:
                     return [list(numbers)] * self._world
@@ -63,6 +62,7 @@ class StatusBoard:
             if gone or time.monotonic() > end:
                 self.leave()
                 raise RuntimeError(f"rank {missing} {'is gone' if gone else 'has not come'}")
+            missing = functions.fs_read(address, _LINE_BYTES, self._world, self._round, all_numbers, count, seconds)
 
     def leave(self) -> None:
         """Tell the others not to wait for this rank any more."""

@@ -1,11 +1,13 @@
 """The plans of a batch in one piece of memory, with the tensors of the batch: one copy brings them to the device.
 
 The planning thread fills a block, without Python's lock. The training thread brings it to the device, on its own
-stream: that takes it less time than to wait for the lock while another thread does it.
+stream: that takes it less time than to wait for the lock while another thread does it. For the same reason it is the
+training thread that finds out which pinned memory can be used again.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,87 +16,140 @@ import torch
 
 from freescale.compat import dlpack
 from freescale.kernels.planning import native_plan
-from freescale.kernels.planning.batch_plan import ALIGNMENT, Copy, Extent, PlannedExchange
+from freescale.kernels.planning.batch_plan import ALIGNMENT, Copy, Extent, PlannedExchange, Room
+from freescale.kernels.transports import cuda_driver
 from freescale.runtime import batch_structure
 from freescale.runtime.batch_structure import BatchEvent
 
 _ELEMENT = 8  # bytes of int64
 
 
-class PlanBlock:
-    """`elements`: room for plans. `tensors`: of the batch, on the CPU, contiguous."""
+class PinnedMemory:
+    """Pinned memory of the host, used again when the device has read it. (torch's own cache of pinned memory looks for
+    what can be used again when some is asked for: that is in the planning thread.)"""
 
-    def __init__(self, elements: int, device: torch.device, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle: deque[torch.Tensor] = deque()
+        self._being_read: deque[tuple[torch.Tensor, Any]] = deque()
+
+    def take(self, elements: int) -> torch.Tensor:
+        """In the planning thread."""
+        while self._idle:
+            memory = self._idle.popleft()
+            if memory.shape[0] >= elements:
+                return memory
+        return torch.empty(1 << (elements - 1).bit_length(), dtype=torch.int64, pin_memory=True)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """In the training thread, behind the copy to the device, which the current stream makes."""
+        driver = cuda_driver.driver_of(self._device)
+        if self._being_read and driver.is_done(self._being_read[0][1]):
+            self._idle.append(self._being_read.popleft()[0])
+        self._being_read.append((memory, driver.record_event(driver.current_stream())))
+
+
+class PlanBlock:
+    """`elements`: room for plans. `tensors`: of the batch, on the CPU, contiguous. `pinned`: where its memory comes
+    from, with a GPU."""
+
+    def __init__(
+        self, elements: int, device: torch.device, tensors: Sequence[torch.Tensor] = (),
+        pinned: PinnedMemory | None = None,
+    ) -> None:  # fmt: skip
         self._device, self._tensors = device, tensors
+        self._pinned = pinned if pinned is not None else PinnedMemory(device)
         sizes = [-(-t.nbytes // (_ELEMENT * ALIGNMENT)) * ALIGNMENT for t in tensors]
         self._first = sum(sizes)  # element of the plans; tensors come before
         self._places = [sum(sizes[:i]) for i in range(len(sizes))]
-        if device.type == "cpu":
-            self._array = np.empty(self._first + elements, dtype=np.int64)
-            self._address = native_plan.address_of(self._array)
-        else:
-            self._host = torch.empty(self._first + elements, dtype=torch.int64, pin_memory=True)
-            self._address = self._host.data_ptr()
         self._memory: torch.Tensor | None = None  # on the device, once it is there
+        self._parts: dict[tuple[int, int], torch.Tensor] = {}  # of that memory, by begin and size
         self._used = 0
         self.exchanges: list[PlannedExchange] = []
+        self.make_room(elements)
 
     # -- the planning thread -------------------------------------------------------------------------------------
 
-    @property
-    def copies(self) -> list[Copy]:
-        """What brings the tensors of the batch into the block."""
+    def make_room(self, elements: int) -> None:
+        """Of plans. What is in the block is lost."""
+        whole = self._first + elements
+        self._host: torch.Tensor | None = None
+        if self._device.type == "cpu":
+            self._array = np.empty(whole, dtype=np.int64)
+            address = native_plan.address_of(self._array)
+        else:
+            self._host = self._pinned.take(whole)
+            elements, address = self._host.shape[0] - self._first, self._host.data_ptr()
         places = zip(self._places, self._tensors, strict=True)
-        return [Copy(self._address + _ELEMENT * place, t.data_ptr(), t.nbytes) for place, t in places]
+        copies = [Copy(address + _ELEMENT * place, t.data_ptr(), t.nbytes) for place, t in places]
+        self.room = Room(address + _ELEMENT * self._first, elements, copies)
 
-    def fill(self, plan: Callable[[int], tuple[int, list[PlannedExchange]]]) -> None:
-        """`plan` writes to the address that it gets, and returns how many elements."""
-        self._used, self.exchanges = plan(self._address + _ELEMENT * self._first)
+    def fill(self, plan: Callable[[Room], tuple[int, list[PlannedExchange]]]) -> None:
+        """`plan` writes into the room that it gets, and returns how many elements."""
+        self._used, self.exchanges = plan(self.room)
 
     # -- the training thread -------------------------------------------------------------------------------------
 
     def upload(self) -> None:
         """On the current stream of the device, once."""
-        if self._device.type != "cpu" and self._memory is None:
+        if self._host is not None and self._memory is None:
             self._memory = self._host[: self._first + self._used].to(self._device, non_blocking=True)
+            self._pinned.give_back(self._host)
+            self._host = None
 
     def arrays(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
         """Arrays of the plans, as tensors on the device."""
         first = self._first
         if self._memory is None:
             return [native_plan.tensor(self._array[first + begin : first + begin + size]) for begin, size in extents]
-        return self._own_storages([(first + begin, size) for begin, size in extents])
+        return [self._part(first + begin, size) for begin, size in extents]
 
     def unpack(self, batch: Any) -> Any:
         """The batch with its tensors on the device."""
         return _replace_packable(batch, self._tensors_on_device()) if self._tensors else batch
 
     def _tensors_on_device(self) -> Iterator[torch.Tensor]:
-        extents = [(place, -(-t.nbytes // _ELEMENT)) for place, t in zip(self._places, self._tensors, strict=True)]
-        for t, on_device in zip(self._tensors, self._own_storages(extents), strict=True):
+        for place, t in zip(self._places, self._tensors, strict=True):
+            on_device = self._part(place, _elements(t))
             if t.dtype != torch.int64:
                 if t.nbytes % _ELEMENT:
                     on_device = on_device.view(torch.uint8)[: t.nbytes]
                 on_device = on_device.view(t.dtype)
             yield on_device if t.dim() == 1 else on_device.view(t.shape)
 
-    def _own_storages(self, extents: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Parts of the memory, as tensors that are no views: to a compiled graph, views of one storage are related."""
-        memory, sizes, end = self._memory, [], 0
-        assert memory is not None
-        for begin, size in sorted(extents):
+    def _part(self, begin: int, size: int) -> torch.Tensor:
+        """Of the memory, as a tensor that is no view: to a compiled graph, views of one storage are related."""
+        assert self._memory is not None
+        if not size:
+            return self._memory.new_empty(0)
+        if (begin, size) not in self._parts:
+            self._split_memory()
+        return dlpack.detached(self._parts[begin, size])
+
+    def _split_memory(self) -> None:
+        """Into all that is in it: one op for all."""
+        assert self._memory is not None
+        sizes, end = [], 0
+        plans = (e for x in self.exchanges for e in (*x.rows, *x.gradients))
+        tensors = zip(self._places, map(_elements, self._tensors), strict=True)
+        extents = sorted({e for e in (*tensors, *((self._first + begin, size) for begin, size in plans)) if e[1]})
+        for begin, size in extents:
             sizes += [begin - end, size]
             end = begin + size
-        parts = memory.split_with_sizes([*sizes, memory.shape[0] - end])[1::2]  # one op for all
-        by_extent = dict(zip(sorted(extents), parts, strict=True))
-        return [dlpack.detached(by_extent[e]) if e[1] else memory.new_empty(0) for e in extents]
+        parts = self._memory.split_with_sizes([*sizes, self._memory.shape[0] - end])[1::2]
+        self._parts = dict(zip(extents, parts, strict=True))
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ELEMENT)
 
 
 def packable_tensors(batch: Any, device: torch.device) -> list[torch.Tensor]:
     """Tensors of the batch that go to the device in a block."""
     if device.type == "cpu":
         return []
-    return [t.contiguous() for t in batch_structure.leaves(batch) if _is_packable(t)]
+    tensors = [t for t in batch_structure.leaves(batch) if _is_packable(t)]
+    return [t if t.is_contiguous() else t.contiguous() for t in tensors]  # an op would give Python's lock away
 
 
 def _is_packable(x: Any) -> bool:

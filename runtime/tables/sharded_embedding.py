@@ -121,6 +121,9 @@ class NativeTables(nn.Module):
         if self.optimizer in ADAM:
             self.steps.fill_(steps)
 
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return row_kernels.pack_rows(self.weight, rows)  # without the op around it, which takes as long as its launch
+
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
         if self.optimizer in ADAM:
             row_kernels.adam_rows(

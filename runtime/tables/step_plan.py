@@ -100,6 +100,7 @@ class StepPlan:
     urgent_gradients: UrgentGradients | None = None
     late_index: torch.Tensor | None = None  # requester's unique keys
     late_slot: torch.Tensor | None = None  # its gradient will be the late gradients
+    late_hook: Any = None  # called with that gradient: late_gradients.py
     late_update: OwnerUpdate | None = None
     late_counts: Counts | None = None
     backwards: int = 0  # how many backward passes have handed late gradients over
@@ -140,7 +141,7 @@ def plan_rows(
 ) -> StepPlan:  # fmt: skip
     """The forward half. `arrays`: as batch_plan.ROWS_ARRAYS, `anchor`: of the table's type and device."""
     ids, inverse, order, ends, early_rows, urgent_rows = arrays
-    n_urgent, n_early = (int(c.numpy().sum()) for c in (counts.urgent_recv, counts.other_recv))
+    n_urgent, n_early = (sum(c.tolist()) for c in (counts.urgent_recv, counts.other_recv))
     row_bytes = anchor.shape[1] * anchor.element_size()
     return StepPlan(
         number=number,

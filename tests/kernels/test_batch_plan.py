@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.kernels.planning import native_plan, rank_mesh
+from freescale.kernels.planning.batch_plan import Copy, Room
 from freescale.kernels.planning.exchange_plan import ExchangeTables, Shard, first_row_of_each_table, owner_map
 from freescale.kernels.planning.native_batch import NativeBatchPlan
 from freescale.kernels.planning.reference_batch import ReferenceBatchPlan
@@ -48,27 +50,27 @@ def _memory(plan, last: bool = False) -> np.ndarray:
     return np.full((plan.needed_for_last if last else plan.needed) + 1, -7, dtype=np.int64)
 
 
+def _room(memory: np.ndarray) -> Room:
+    return Room(native_plan.address_of(memory), memory.shape[0] - 1)
+
+
 def _arrays(memory: np.ndarray, extents) -> list[list[int]]:
     return [memory[begin : begin + size].tolist() for begin, size in extents]
 
 
-def _compare(native, reference, last: bool = False) -> int:
-    results = []
-    for plan in (native, reference):
-        memory = _memory(plan, last)
-        used, exchanges = (plan.plan_last if last else plan.plan)(native_plan.address_of(memory))
-        assert used < memory.shape[0] and memory[-1] == -7
-        results.append(
-            [
-                (
-                    _arrays(memory, x.gradients), [c.tolist() for c in x.gradient_counts if c.sum()],
-                    None if last else (_arrays(memory, x.rows), [c.tolist() for c in x.row_counts], x.urgent_entries),
-                )
-                for x in exchanges
-            ]
-        )  # fmt: skip
-    assert results[0] == results[1]
-    return sum(map(len, results[0][0][0]))
+def _planned(plan, last: bool = False, already: tuple[np.ndarray, Room] | None = None) -> list[Any]:
+    """What was planned, for each exchange. `already`: where it is."""
+    memory, room = already if already is not None else (made := _memory(plan, last), _room(made))
+    used, exchanges = (plan.plan_last if last else plan.plan)(room)
+    assert used < memory.shape[0] and memory[-1] == -7
+    assert not last or not any(e.size for x in exchanges for e in x.rows)
+    return [
+        (
+            _arrays(memory, x.gradients), [c.tolist() for c in x.gradient_counts if c.sum()],
+            None if last else (_arrays(memory, x.rows), [c.tolist() for c in x.row_counts], x.urgent_entries),
+        )
+        for x in exchanges
+    ]  # fmt: skip
 
 
 def _open_mesh(message_bytes: int | None) -> rank_mesh.RankMesh:
@@ -82,6 +84,7 @@ def _open_mesh(message_bytes: int | None) -> rank_mesh.RankMesh:
     return mesh
 
 
+SOURCE = np.array([3, 1, 4])
 SHARED = [None, 0, 200, 2**20]  # bytes: no memory, room for no message, for some, for all
 
 
@@ -93,9 +96,16 @@ def _same(seed: int, batches: int, shared: int | None) -> int:
     rng, planned = np.random.default_rng((seed, rank)), 0
     for number in range(batches):
         ids = [i for t in tables for i in _ids(rng, t, 1 + 40 * (number % 3))]
-        assert native.request(0, ids) is None and reference.request(0, ids) is None
-        planned += _compare(native, reference)
-    _compare(native, reference, last=True)
+        # Room for none, or for any of these batches; on each rank for others.
+        memory, copied = np.full(int(rng.integers(0, 2)) * 9000 + 1, -7, dtype=np.int64), np.zeros(3, dtype=np.int64)
+        room = Room(*_room(memory)[:2], [Copy(*map(native_plan.address_of, (copied, SOURCE)), SOURCE.nbytes)])
+        assert native.request(0, ids, room) is None
+        at_once = native.needed <= room.elements
+        assert (copied == SOURCE).all() == at_once == (memory.shape[0] > 1)
+        in_c = _planned(native, already=(memory, room) if at_once else None)
+        assert reference.request(0, ids) is None and _planned(reference) == in_c
+        planned += sum(map(len, in_c[0][0]))
+    assert _planned(native, last=True) == _planned(reference, last=True)
     return planned
 
 
@@ -117,7 +127,7 @@ def _rounds_and_messages(exchanges: int, shared: int | None) -> tuple[list[int],
         before, _ = mesh.counts()
         plan.request(0, [torch.arange(100)] * exchanges)
         memory = _memory(plan)
-        plan.plan(native_plan.address_of(memory))
+        plan.plan(_room(memory))
         rounds.append(mesh.counts()[0] - before)
     return rounds, mesh.counts()[1]
 
@@ -167,7 +177,7 @@ def _one_leaves(how: str, shared: int | None) -> str:
         raise RuntimeError("rank 2 is the one")
     start, memory = time.monotonic(), _memory(plan)
     try:
-        plan.plan(native_plan.address_of(memory))
+        plan.plan(_room(memory))
     except RuntimeError as error:
         assert how == "sleeps" or time.monotonic() - start < 1
         raise error
@@ -190,7 +200,7 @@ def _large(megabytes: int) -> None:
     for _ in range(2):
         plan.request(0, [torch.randperm(rows)])
         memory = _memory(plan)
-        _, (planned,) = plan.plan(native_plan.address_of(memory))
+        _, (planned,) = plan.plan(_room(memory))
     assert planned.rows[4].size == 0 and planned.rows[5].size == rows  # all collide
     assert (np.sort(memory[planned.rows[1].offset :][:rows]) == np.arange(rows)).all(), rank
 

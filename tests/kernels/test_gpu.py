@@ -200,7 +200,8 @@ def test_compressed_training():
         for name in PACKINGS:
             (losses, state), (expected, rows) = found[name, "staged", True], found[name, "c10d", True]
             assert losses == expected and all(torch.equal(state[k], rows[k]) for k in rows), name
-            assert losses[0] == pytest.approx(found[name, "cpu", True][0][0], rel=1e-6), name
+            # Matrix products add up in another order here: seen, up to 1.2e-6, whatever the packing.
+            assert losses[0] == pytest.approx(found[name, "cpu", True][0][0], rel=5e-6), name
             changed = losses != found["exact", "staged", True][0]
             assert changed == (name not in ("exact", "lossless")), name
         for name in ("exact", "lossless"):

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from freescale.kernels.planning.batch_plan import Extent
-from freescale.runtime.tables.plan_block import PlanBlock, move_to_device, packable_tensors
+from freescale.kernels.planning.batch_plan import ExchangeCounts, Extent, PlannedExchange, Room
+from freescale.runtime.tables.plan_block import PinnedMemory, PlanBlock, move_to_device, packable_tensors
 from interpreted import needs_gpu
+
+NO_COUNTS = ExchangeCounts(*[torch.zeros(0, dtype=torch.int64)] * 4)
 
 
 @dataclass
@@ -39,12 +41,13 @@ def tensors(b: Batch) -> list[torch.Tensor]:
     return [b.ids, *(t for t in b.rest.values() if isinstance(t, torch.Tensor))]
 
 
-def fill(block: PlanBlock, numbers: np.ndarray) -> None:
-    def plan(address: int) -> tuple[int, list[Any]]:
-        for copy in block.copies:
+def fill(block: PlanBlock, numbers: np.ndarray, extents: list[Extent]) -> None:
+    def plan(room: Room) -> tuple[int, list[Any]]:
+        assert room.elements * 8 >= numbers.nbytes
+        for copy in room.copies:
             ctypes.memmove(*copy)
-        ctypes.memmove(address, numbers.ctypes.data, numbers.nbytes)
-        return numbers.shape[0], []
+        ctypes.memmove(room.address, numbers.ctypes.data, numbers.nbytes)
+        return numbers.shape[0], [PlannedExchange(extents[::2], NO_COUNTS, 0, extents[1::2], NO_COUNTS)]
 
     block.fill(plan)
 
@@ -55,7 +58,8 @@ def test_block(device):
     before, numbers = batch(), np.arange(100)
     given, moved = move_to_device(before, device)
     block = PlanBlock(120, device, packable_tensors(given, device))
-    fill(block, numbers)
+    extents = [Extent(16, 3), Extent(0, 5), Extent(48, 0), Extent(64, 36)]
+    fill(block, numbers, extents)
     block.upload()
     if moved is not None:
         moved.wait()
@@ -63,10 +67,35 @@ def test_block(device):
     for a, b in zip(tensors(after), tensors(before), strict=True):
         assert a.device == device and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b)
     assert after.rest["names"] == ["a", "b"]
-    extents = [Extent(16, 3), Extent(0, 5), Extent(48, 0), Extent(64, 36)]
     arrays = block.arrays(extents)
     assert [a.tolist() for a in arrays] == [[16, 17, 18], [0, 1, 2, 3, 4], [], list(range(64, 100))]
     storages = {t.untyped_storage()._cdata for t in (*arrays, *tensors(after))}
     assert len(storages) == len(arrays) + len(tensors(after))  # none is a view of another
     if device.type == "cuda":
         assert all(t.data_ptr() % 128 == 0 for t in (*arrays, *tensors(after)) if t.numel())
+
+
+def test_more_room():
+    """Where a guess was too small, before anything is filled in."""
+    block = PlanBlock(4, torch.device("cpu"))
+    block.make_room(40)
+    fill(block, np.arange(40), [])
+    assert [a.tolist() for a in block.arrays([Extent(32, 2)])] == [[32, 33]]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
+def test_pinned_memory_is_used_again(device):
+    """When the device has read it, and only where it is large enough."""
+    pinned, taken = PinnedMemory(torch.device(device, 0)), []
+    for number, size in enumerate((100, 100, 100, 300, 300, 300, 300, 300)):
+        block = PlanBlock(size, torch.device(device, 0), pinned=pinned)
+        taken.append(block._host.data_ptr())
+        fill(block, np.arange(size), [Extent(1, 2)])
+        if number == 1:
+            torch.cuda._sleep(int(2e9))  # its copy waits behind this
+        block.upload()
+        assert not (number == 2 and pinned._idle)
+        if number != 1:
+            assert block.arrays([Extent(1, 2)])[0].tolist() == [1, 2]  # the device has read it
+    # When memory is given back, that before it may have been read: so the second behind it has it again.
+    assert len(set(taken)) == 5 and taken[2] == taken[0] and taken[6:] == taken[3:5]
