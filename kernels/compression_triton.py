@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from freescale.compat.triton_launch import launch
+from freescale.compat.triton_launch import launch, next_power_of_2
 from freescale.kernels import compression
 from freescale.kernels.compression import ENTRY_BYTES, Packing, Slabs
 
@@ -141,7 +141,7 @@ def compress(x: torch.Tensor, slabs: Slabs, packing: Packing, clear: bool = Fals
     out = x.new_empty((n, ENTRY_BYTES), dtype=torch.uint8)
     if n:
         table, blocks = _table(slabs, packing, x.device)
-        values = triton.next_power_of_2(packing.block_rows * dim)
+        values = next_power_of_2(packing.block_rows * dim)
         # a share of 1 needs no limit
         log_share = math.log(min(0.99, packing.num / (packing.den * dim)))
         constants = dim, packing.num, packing.den, packing.block_rows, _power(slabs), values, clear, log_share
@@ -162,8 +162,8 @@ def expand(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Packi
     if packed.shape[0]:
         table, blocks = _table(slabs, packing, out.device)
         dim = out.shape[1]
-        values = triton.next_power_of_2(packing.block_rows * dim)
-        most = min(1024, max(16, triton.next_power_of_2(packing.block_rows * packing.num // packing.den + 1)))
+        values = next_power_of_2(packing.block_rows * dim)
+        most = min(1024, max(16, next_power_of_2(packing.block_rows * packing.num // packing.den + 1)))
         constants = dim, packing.num, packing.den, packing.block_rows, _power(slabs), values, most, add
         launch(
             _expand, (blocks,), packed.view(torch.int16), table, out, slabs.rows.shape[0], *constants,
@@ -172,4 +172,4 @@ def expand(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Packi
 
 
 def _power(slabs: Slabs) -> int:
-    return max(2, triton.next_power_of_2(slabs.rows.shape[0]))
+    return max(2, next_power_of_2(slabs.rows.shape[0]))

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from freescale.compat.triton_launch import launch
+from freescale.compat.triton_launch import cdiv, launch, next_power_of_2
 from freescale.kernels.rounding import FIRST_PRIME, SECOND_PRIME, fp8_row_bytes
 
 _BLOCK = 1024
@@ -94,9 +94,9 @@ def _from_fp8(
 
 def _shape(n_rows: int, row_bytes: int) -> tuple[tuple[int], int, int, int]:
     """The grid, rows and values of a program, and its warps."""
-    values = triton.next_power_of_2(row_bytes - 4)
+    values = next_power_of_2(row_bytes - 4)
     rows = max(1, 1024 // values)
-    return (triton.cdiv(n_rows, rows),), rows, values, min(32, max(4, values // 512))
+    return (cdiv(n_rows, rows),), rows, values, min(32, max(4, values // 512))
 
 
 def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
@@ -128,7 +128,7 @@ def to_wide(x: torch.Tensor, dtype: torch.dtype, launch_number: int | None) -> t
     if n := x.numel():
         constants = FIRST_PRIME, dtype == torch.bfloat16, _BLOCK
         launch(
-            _to_wide, (triton.cdiv(n, _BLOCK),), x.view(torch.int32), out.view(torch.int16), n, salt_of(launch_number),
+            _to_wide, (cdiv(n, _BLOCK),), x.view(torch.int32), out.view(torch.int16), n, salt_of(launch_number),
             *constants, num_warps=4,
         )  # fmt: skip
     return out

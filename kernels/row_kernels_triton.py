@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from freescale.compat.triton_launch import launch
+from freescale.compat.triton_launch import cdiv, launch, next_power_of_2
 from freescale.kernels.reference import RUN_LENGTH
 
 SUM, SGD, ROWWISE_ADAGRAD, ADAGRAD = 0, 1, 2, 3
@@ -259,10 +259,10 @@ def gather(source: torch.Tensor, index: torch.Tensor, tile: int = 4096, warps: i
     n, dim = index.shape[0], source.shape[1]
     out = source.new_empty((n, dim))
     if n and dim:
-        whole = triton.next_power_of_2(dim)
+        whole = next_power_of_2(dim)
         columns = min(whole, tile // source.element_size())
         rows = max(1, tile // source.element_size() // columns)
-        launch(_gather, (triton.cdiv(n, rows),), source, index, out, n, dim, rows, columns, num_warps=warps)
+        launch(_gather, (cdiv(n, rows),), source, index, out, n, dim, rows, columns, num_warps=warps)
     return out
 
 
@@ -308,14 +308,14 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
     if n == 0 or dim == 0:
         return
     args = (x, order, ends, out, rows, weight, momentum, n, float(lr), float(eps))
-    columns = triton.next_power_of_2(dim)
+    columns = next_power_of_2(dim)
     # Small rows: 16 bytes to a thread, and four entries at once, since the longest segment of a tile keeps the others
     # waiting. Measured on an H200.
     small = columns * x.element_size() <= 512
     tile, unroll = (512, 4) if small else (1024, 2)
     segments = max(1, tile // (columns * x.element_size()))
     warps = min(16, max(1, columns // 512))
-    grid = (min(triton.cdiv(n, segments), _processors(x.device) * programs),)
+    grid = (min(cdiv(n, segments), _processors(x.device) * programs),)
     row = tl.int32 if weight is None or weight.shape[0] < 2**31 else tl.int64  # half the registers, where it is enough
     index = tl.int32 if n + 3 * grid[0] * segments < 2**31 else tl.int64
     # A product and a sum must not become one instruction that rounds once: the reference rounds twice.
@@ -329,7 +329,7 @@ def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=
     options["num_warps"] = min(16, max(1, columns // 32))
     sums = None
     if most > RUN_LENGTH:
-        windows = triton.cdiv(entries, RUN_LENGTH)
+        windows = cdiv(entries, RUN_LENGTH)
         sums = x.new_empty((2 * windows, dim), dtype=torch.float32)
         of_runs = dim, RUN_LENGTH, columns, LONG_UNROLL
         launch(_sum_runs, (windows,), x, order, ends, sums, n, entries, *of_runs, **options)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from freescale.compat import nixl, probes
+from freescale.compat import nixl, probes, triton_launch
 from freescale.compat.version import SUPPORTED, torch_version
 from freescale.kernels.transports import selection
 
@@ -66,3 +66,9 @@ def test_self_test_finds_what_is_gone(monkeypatch):
 def test_version_is_major_and_minor(monkeypatch, version: str, minor: str):
     monkeypatch.setattr(torch, "__version__", version)
     assert torch_version() == minor
+
+
+def test_whole_numbers_as_triton_has_them():
+    triton = pytest.importorskip("triton")
+    assert all(triton_launch.next_power_of_2(n) == triton.next_power_of_2(n) for n in range(70))
+    assert all(triton_launch.cdiv(a, b) == triton.cdiv(a, b) for a in range(20) for b in range(1, 9))
