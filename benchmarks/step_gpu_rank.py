@@ -114,7 +114,7 @@ def as_block(trainee: Trainee, clock: Clock, host: np.ndarray, losses: list[torc
         block.exposed = [s["exposed"] * 1e3 for s in steps]
         for name in dict.fromkeys(name for s in steps for name in s["waits"]):
             block.waits[name] = [s["waits"].get(name, 0.0) * 1e3 for s in steps]
-    if trainee.variant.look_ahead:
+    if trainee.variant.look_ahead and trainee.variant.overlap:
         stats = [s for s in trainee.loader.stats() if WARM_UP <= s["step"] < len(losses) - TAIL]
         block.colliding = sum(s["colliding_rows"] for s in stats) / max(sum(s["unique_rows"] for s in stats), 1)
     return block
@@ -166,7 +166,7 @@ def row(ranks: list[list[Block]], variant: Variant) -> dict[str, Any]:
         found["exposed_ms"], found["exposed_ms_quartiles"] = spread([ms for b in every for ms in b.exposed])
         names = dict.fromkeys(name for b in every for name in b.waits)
         found["waits_ms"] = {n: float(np.median([ms for b in every for ms in b.waits.get(n, [0.0])])) for n in names}
-    if variant.look_ahead:
+    if variant.look_ahead and variant.overlap:
         found["colliding_share"] = float(np.mean([b.colliding for b in every]))
     return found
 

@@ -23,6 +23,7 @@ class Variant:
     look_ahead: bool = False
     balance: bool = False
     compress: str = ""  # as FREESCALE_COMPRESS
+    overlap: bool = True  # of a LookaheadLoader
 
 
 DENSE, PLAIN = Variant("dense"), Variant("plain")
@@ -34,9 +35,11 @@ VARIANTS = {
         Variant("capture", "c10d", "none"),
         Variant("c10d", "c10d"),
         Variant("c10d-ahead", "c10d", look_ahead=True),
+        Variant("c10d-planned", "c10d", look_ahead=True, overlap=False),
         Variant("c10d-ahead-balance", "c10d", look_ahead=True, balance=True),
         Variant("staged", "staged"),
         Variant("staged-ahead", "staged", look_ahead=True),
+        Variant("staged-planned", "staged", look_ahead=True, overlap=False),
         Variant("staged-ahead-balance", "staged", look_ahead=True, balance=True),
         Variant("staged-ahead-lossy", "staged", "all,compress_exchange", True, compress="rows:0.2,which=all"),
     )
@@ -44,8 +47,8 @@ VARIANTS = {
 # Of each group, all must have the same bits: the same graphs, carried by something else. Inductor fuses other graphs
 # differently, and then rounds elsewhere; without it, all graphs must agree.
 SAME_BITS = {
-    "inductor": (("c10d", "staged"), ("c10d-ahead", "staged-ahead")),
-    "eager": (("capture", "c10d", "staged", "c10d-ahead", "staged-ahead"),),
+    "inductor": (("c10d", "staged"), ("c10d-ahead", "staged-ahead"), ("c10d-planned", "staged-planned")),
+    "eager": (("capture", "c10d", "staged", "c10d-ahead", "staged-ahead", "c10d-planned", "staged-planned"),),
 }
 
 
@@ -127,7 +130,7 @@ class Trainee:
             if balance:
                 self.cost = self.cost or freescale.FittedCost()
                 balance = freescale.BalanceOptions(cost=self.cost)
-            self.loader = freescale.LookaheadLoader(data, self.model, balance=balance)
+            self.loader = freescale.LookaheadLoader(data, self.model, balance=balance, overlap=self.variant.overlap)
             yield from self.loader
             return
         for number, batch in enumerate(data):

@@ -3,7 +3,9 @@
  * A batch is planned in two steps. fs_request_batch groups its ids and tells all ranks how many rows it requests from
  * each, or why it does not go on; if all go on, fs_plan_batch exchanges the rows and plans this batch's rows and the
  * gradients of the batch before it. fs_request_and_plan does both where the caller has room for the plans already.
- * fs_plan_last plans the gradients of a batch that none follows. */
+ * fs_plan_last plans the gradients of a batch that none follows.
+ *
+ * Of whole plans (`whole`), nothing is early or late: a batch's gradients are planned with its rows. */
 
 #include <string.h>
 
@@ -45,7 +47,7 @@ typedef struct {
 
 typedef struct {
     mesh *mesh;
-    i64 world, exchanges, turn, has_before;
+    i64 world, exchanges, whole, turn, has_before;
     exchange *each;
     messages *messages;
     buffer header, ones;
@@ -77,10 +79,10 @@ void fs_free_batch_plan(batch_plan *p) {
 }
 
 /* `owners`: one for each exchange; like `mesh`, they are the caller's and stay. */
-batch_plan *fs_new_batch_plan(mesh *mesh, i64 world, i64 exchanges, const row_owners *owners) {
+batch_plan *fs_new_batch_plan(mesh *mesh, i64 world, i64 exchanges, const row_owners *owners, i64 whole) {
     batch_plan *p = calloc(1, sizeof(batch_plan));
     if (!p) return 0;
-    *p = (batch_plan){.mesh = mesh, .world = world, .exchanges = exchanges};
+    *p = (batch_plan){.mesh = mesh, .world = world, .exchanges = exchanges, .whole = whole};
     p->each = calloc(exchanges, sizeof(exchange));
     p->messages = calloc(exchanges, sizeof(messages));
     i64 *ones = room(&p->ones, world * sizeof(i64));
@@ -125,10 +127,16 @@ static i64 request_rows(exchange *x, requests *r, const feature_ids *ids, i64 *i
                       x->own_rows.memory, r->recv_counts.memory, invalid);
 }
 
-/* At most so many elements does the plan of an exchange need. */
-static i64 room_of_plan(const requests *r, const requests *before) {
+/* Whose gradients are planned with the rows of the batch that is planned; 0: nobody's. */
+static requests *with_gradients(const batch_plan *p, i64 e) {
+    requests *of = p->each[e].of;
+    return p->whole ? of + p->turn : p->has_before ? of + 1 - p->turn : 0;
+}
+
+/* At most so many elements does the plan of an exchange need. `other`: with_gradients. */
+static i64 room_of_plan(const requests *r, const requests *other) {
     i64 rows = 3 * r->n + r->n_keys + r->n_rows;
-    i64 gradients = before ? before->n_keys + 3 * before->n_rows : 0;
+    i64 gradients = other ? other->n_keys + 3 * other->n_rows : 0;
     return rows + gradients + ARRAYS * ALIGNMENT;
 }
 
@@ -176,7 +184,7 @@ i64 fs_request_batch(batch_plan *p, i64 status, const feature_ids *ids, double s
         i64 *send_counts = r->send_counts.memory;
         for (i64 rank = 0; rank < p->world; rank++) send_counts[rank] = headers[rank * width + 1 + 3 * e];
         r->n_rows = total(send_counts, p->world);
-        *needed += room_of_plan(r, p->has_before ? p->each[e].of + 1 - p->turn : 0);
+        *needed += room_of_plan(r, with_gradients(p, e));
     }
     return result ? result : all_go_on(headers, p->world, p->exchanges);
 }
@@ -368,7 +376,8 @@ typedef struct {
 } copy;
 
 /* When every rank goes on and no id is invalid. `out` has the room that fs_request_batch asked for; `used`: how much of it
- * is filled. Gradients are those of the batch before; the first has none. Copies what else the caller wants copied. */
+ * is filled. Gradients are those of the batch before, of which the first has none; or of the batch itself, of whole plans.
+ * Copies what else the caller wants copied. */
 i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *out, i64 *used, plan_result *results,
                   i64 *failed, const copy *copies, i64 n_copies) {
     for (i64 i = 0; i < n_copies; i++) memcpy(copies[i].to, copies[i].from, copies[i].size);
@@ -377,11 +386,11 @@ i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *ou
     writer w = {out, 0};
     for (i64 e = 0; e < p->exchanges && result == 0; e++) {
         result = plan_rows(p, e, ids, &w, results + e);
-        if (result == 0 && p->has_before)
-            result = plan_gradients(p->each + e, p->each[e].of + 1 - p->turn, p->world, &w, results + e);
+        requests *r = with_gradients(p, e);
+        if (result == 0 && r) result = plan_gradients(p->each + e, r, p->world, &w, results + e);
     }
     p->turn = 1 - p->turn;
-    p->has_before = 1;
+    p->has_before = !p->whole;
     *used = w.used;
     return result;
 }

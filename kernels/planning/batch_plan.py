@@ -59,12 +59,15 @@ class PlannedExchange(NamedTuple):
     rows: list[Extent]
     row_counts: ExchangeCounts
     urgent_entries: int  # positions with urgent rows
-    gradients: list[Extent]  # of the batch before; of no size behind the first batch
+    gradients: list[Extent]  # of the batch before, of no size behind the first; in whole plans, of the batch itself
     gradient_counts: ExchangeCounts
 
 
 class BatchPlan(Protocol):
-    """Plans the batches of a loop, one after the other, with the other ranks."""
+    """Plans the batches of a loop, one after the other, with the other ranks.
+
+    One for whole plans finds no collisions: all rows of a batch are urgent, and so are its gradients, which
+    are planned together with them."""
 
     def request(
         self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None
@@ -79,7 +82,8 @@ class BatchPlan(Protocol):
         """So many elements may `plan` write."""
 
     def plan(self, room: Room) -> tuple[int, list[PlannedExchange]]:
-        """When all ranks go on: plan the rows of the batch and the gradients of the one before it. Collective.
+        """When all ranks go on: plan the rows of the batch and the gradients of the one before it; in whole plans, of
+        the same batch. Collective.
 
         Returns how many elements it has written."""
 

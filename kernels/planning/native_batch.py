@@ -47,14 +47,17 @@ class _Result(ctypes.Structure):
 class NativeBatchPlan:
     """batch_plan.BatchPlan of some exchanges."""
 
-    def __init__(self, mesh: RankMesh, tables: Sequence[ExchangeTables], timeout: float) -> None:
+    def __init__(
+        self, mesh: RankMesh, tables: Sequence[ExchangeTables], timeout: float, whole: bool = False
+    ) -> None:
         functions = native_plan.library()
         owners = [native_plan.RowOwners(t.first_rows, t.table_sizes, *t.owners) for t in tables]
         self._mesh, self._timeout = mesh, timeout
         self._world, self._exchanges = mesh.world, len(owners)
         self._owners = (native_plan.RowOwners * len(owners))(*owners)
         self._kept = owners  # a copy of a structure does not keep what it points to
-        address = functions.fs_new_batch_plan(mesh.address, mesh.world, len(owners), ctypes.addressof(self._owners))
+        of_owners = len(owners), ctypes.addressof(self._owners)
+        address = functions.fs_new_batch_plan(mesh.address, mesh.world, *of_owners, whole)
         self._address = native_plan.require_memory(address)
         # Not at exit: a thread may still be waiting in C.
         weakref.finalize(self, functions.fs_free_batch_plan, self._address).atexit = False

@@ -31,7 +31,7 @@ _SIGNATURES = {  # P: pointer, n: number, d: double, v: nothing; the result come
     "fs_mesh_counts": "vPPP",
     "fs_box_bytes": "nnn",
     "fs_all_same": "nPPndP",
-    "fs_new_batch_plan": "PPnnP",
+    "fs_new_batch_plan": "PPnnPn",
     "fs_free_batch_plan": "vP",
     "fs_request_batch": "nPnPdPPP",
     "fs_plan_batch": "nPPdPPPPPn",

@@ -69,9 +69,11 @@ class BatchPlanning:
         strict: bool,
         balancer: BatchBalancer | None,
         plan: BatchPlan,
+        whole: bool = False,
     ) -> None:
+        """`whole`: as `plan` was made."""
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
-        self.balancer, self._plan = balancer, plan
+        self.balancer, self._plan, self._whole = balancer, plan, whole
         self.number = 0  # of the batch that is being loaded or planned
         self.busy_since: float | None = None  # with something that ends within the group's time-out
         self._batches: Iterator[Any] | None = None
@@ -82,19 +84,22 @@ class BatchPlanning:
         self._room = 0  # elements that were enough for every plan so far
 
     def advance(self) -> PlannedBatch | None:
-        """Plan one more batch. Returns the one before it, whose plans are complete now; None for the first.
+        """Plan one more batch. Returns the one before it, whose plans are complete now; None for the first. Whole plans
+        are complete at once.
 
         Raises EndOfPlanning, on every rank at the same batch.
         """
         if self.number == 0:
-            self._require_same_balance()
+            self._require_same_options()
         loaded = self._load()
         if self.balancer is not None:
             self._balance(self.balancer, loaded, self._gather_for_balancer(loaded))
         self._prepare_block(loaded)
         self._request_rows(loaded)
         planned = self._plan_batch(loaded)
-        complete, self._previous = self._previous, planned
+        complete: PlannedBatch | None = planned
+        if not self._whole:
+            complete, self._previous = self._previous, planned
         self.number, self.busy_since = self.number + 1, None
         return complete
 
@@ -180,19 +185,26 @@ class BatchPlanning:
             self.number, loaded.batch, block, loaded.value_counts, loaded.loader_state, loaded.moved
         )
         planned.loaded = loaded.began, loaded.ended
-        if self._previous is not None:
+        if self._whole:
+            planned.whole, planned.gradients = True, block
+        elif self._previous is not None:
             self._previous.next, self._previous.gradients = planned, block
         return planned
 
     # -- what all ranks must agree on -----------------------------------------------------------------------------
 
-    def _require_same_balance(self) -> None:
+    def _require_same_options(self) -> None:
         self.busy_since = time.monotonic()
-        balanced = {balances for (balances,) in distributed.gather_ints([self.balancer is not None], self.group)}
+        own = [self.balancer is not None, not self._whole]
+        of_ranks = zip(*distributed.gather_ints(own, self.group), strict=True)
         self.busy_since = None
-        if len(balanced) > 1:
-            message = "freescale: some ranks balance and others do not; give every LookaheadLoader the same `balance`"
-            raise EndOfPlanning(ValueError(message))
+        for name, verb, values in zip(("balance", "overlap"), ("balance", "overlap steps"), of_ranks, strict=True):
+            if len(set(values)) > 1:
+                raise EndOfPlanning(
+                    ValueError(
+                        f"freescale: some ranks {verb} and others do not; give every LookaheadLoader the same `{name}`"
+                    )
+                )
 
     def _gather_for_balancer(self, loaded: _Loaded) -> list[list[int]]:
         """What each rank tells the balancers. Raises EndOfPlanning unless every rank goes on."""

@@ -59,6 +59,9 @@ class LookaheadLoader:
                sample. With as many samples on every rank, averaged loss and gradients are those of the same global
                batch. `origin` says where the samples come from; `restore` sends outputs per sample back there. What
                a sample costs is fitted to the times of all ranks (`cost`, see FittedCost), or given in BalanceOptions
+    overlap    False: batches are loaded and planned ahead, but all rows and gradients of a step travel in that step,
+               none during the one before or behind. For steps that are so short that the host sets their time: half as
+               many launches cost it less than what they would hide
 
     The numbers are those of the loop without the wrapper. What a step leaves for the next one is applied before
     anything else sees the tables: at the end of the loop, on `break`, when an exception leaves it, before
@@ -76,11 +79,15 @@ class LookaheadLoader:
         *,
         strict: bool | None = None,
         balance: bool | BalanceOptions = False,
+        overlap: bool = True,
     ) -> None:
         self._parts = compiled_parts(model)
         self.loader, self.model = loader, model
         self._settings = _settings_of(self._parts[0])
         self.strict = self._settings.strict if strict is None else strict
+        if not isinstance(overlap, bool):
+            raise TypeError(f"freescale: overlap must be True or False, found {type(overlap).__name__}")
+        self.overlap = overlap
         self.exchanges = list(dict.fromkeys(x for part in self._parts for x in exchanges_of(part)))
         for x in self.exchanges:
             if distributed.group_by_name(x.group_name).size() != dist.get_world_size():
@@ -124,7 +131,7 @@ class LookaheadLoader:
         step, exchange            number of the batch, name of the exchange
         values                    ids looked up
         unique_rows               different rows among them
-        colliding_rows            of those, rows that some rank used in the batch before: urgent
+        colliding_rows            of those, rows that some rank used in the batch before, urgent (overlap=False: all)
         bytes_urgent, bytes_early         rows that the forward pass waits for, rows that came during the step before
         bytes_back_urgent, bytes_late     gradients sent at the end of the step, gradients sent during the next one
         bytes_urgent_per_value    what would be urgent if values were split without bringing duplicates together
@@ -189,7 +196,8 @@ class LookaheadLoader:
         try:
             connection = self._coordinator.stack.planning_connection(len(self._coordinator.stack.loops))
             balancer = self._balancer(connection.group)
-            planner = Planner(self.loader, self.exchanges, connection, self.strict, self._settings.timeout, balancer)
+            settings = self.strict, self._settings.timeout, balancer, self.overlap
+            planner = Planner(self.loader, self.exchanges, connection, *settings)
             loop.stop_planning = planner.stop
             loop.planning_failed, loop.why_planning_failed = lambda: planner.failed, planner.why_failed
             while True:

@@ -101,9 +101,12 @@ class LoopState:
         pairs = list(zip(self._previous, self.current.plans, strict=True))
         # Where the step before this one did not run, nobody has fetched rows for this one.
         skipped = [self.current.number > 0 and (before is None or before.next is not plan) for before, plan in pairs]
-        if any(skipped):
+        if any(skipped) and not self.current.whole:
             self.apply_pending()
         for x, (before, plan), fetch in zip(self.exchanges, pairs, skipped, strict=True):
+            x.freescale_plan = plan
+            if plan.whole:
+                continue
             plan.before = step_plan.no_late_gradients(plan) if before is None else before.late_gradients()
             if fetch:
                 _wait(plan.arrived)
@@ -111,7 +114,6 @@ class LoopState:
                     x.anchor.detach(), plan.early_rows, *plan.early_counts, plan.early_slots.shape[0], EARLY,
                     x.name, x.group_name
                 )  # fmt: skip
-            x.freescale_plan = plan
         self._updates_before = [table_registry.update_counts[x.name] for x in self.exchanges]
 
     @dynamo.runs_outside_inference_mode
@@ -126,7 +128,8 @@ class LoopState:
                 late_gradients.refuse_backward(before, "the forward pass of a later batch")
             if plan.used:
                 self._previous[i], self._backwards_before[i] = plan, table_registry.backward_update_counts[x.name]
-                late_gradients.collect(x, plan)
+                if not plan.whole:
+                    late_gradients.collect(x, plan)
                 if plan.next is not None and plan.next.arrived.is_inference():  # a training step could not use it
                     plan.next.arrived = _wait(plan.next.arrived).clone()
         self._updates_before = None

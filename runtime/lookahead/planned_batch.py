@@ -23,6 +23,7 @@ class PlannedBatch:
     loader_state: Any = None  # of a loader that has one, when it had given this batch and not the next
     moved: BatchEvent | None = None  # what the planning thread has brought to the device
     loaded: tuple[float, float] = (0.0, 0.0)  # when the user's loader was at work on it, by time.perf_counter()
+    whole: bool = False  # its plans are whole: no other batch has to do with them
     # When it is known which batch follows:
     next: PlannedBatch | None = None  # None: the last
     gradients: PlanBlock | None = None
@@ -41,7 +42,11 @@ class PlannedBatch:
         assert self.gradients is not None
         self.gradients.upload()
         for i, (plan, planned) in enumerate(zip(self.plans, self.gradients.exchanges, strict=True)):
-            step_plan.plan_gradients(plan, self.gradients.arrays(planned.gradients), planned.gradient_counts)
+            arrays = self.gradients.arrays(planned.gradients)
+            if self.whole:
+                step_plan.plan_all_gradients(plan, arrays, planned.gradient_counts)
+                continue
+            step_plan.plan_gradients(plan, arrays, planned.gradient_counts)
             plan.last = self.next is None
             plan.next = step_plan.plan_without_rows(plan) if self.next is None else self.next.plans[i]
         # What follows is the loop's affair; without this, every batch would keep all later ones.

@@ -34,13 +34,14 @@ class PlanningConnection:
                 self._mesh.share(self._segment.bytes)
                 weakref.finalize(self, self._segment.close)
 
-    def new_plan(self, exchanges: list[Exchange]) -> BatchPlan:
+    def new_plan(self, exchanges: list[Exchange], whole: bool = False) -> BatchPlan:
+        """`whole`: see BatchPlan."""
         tables = [
             ExchangeTables(x.row_offsets, x.table_sizes, OwnerMap(x.bounds, x.shifts, x.starts)) for x in exchanges
         ]
         if self._mesh is None:
-            return ReferenceBatchPlan(self.group, tables)
-        return NativeBatchPlan(self._mesh, tables, distributed.timeout_of(self.group).total_seconds())
+            return ReferenceBatchPlan(self.group, tables, whole)
+        return NativeBatchPlan(self._mesh, tables, distributed.timeout_of(self.group).total_seconds(), whole)
 
     def hang_up(self) -> None:
         """The other ranks are not to wait for this one: what they wait for fails at once. It serves no further loop."""

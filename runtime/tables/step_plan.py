@@ -108,6 +108,7 @@ class StepPlan:
     before: LateGradients | None = None
     next: StepPlan | None = None
     last: bool = False  # of the loop, on every rank: no gradients are late
+    whole: bool = False  # nothing is early or late: the step is alone
     used: bool = False
     stats: dict[str, int] = field(default_factory=dict)
 
@@ -183,6 +184,15 @@ def plan_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: Exchange
     p.late_slot = torch.empty_strided((n, dim), (0, 0), dtype=like.dtype, device=like.device).requires_grad_()
     row_bytes = dim * p.arrived.element_size()
     p.stats["bytes_back_urgent"], p.stats["bytes_late"] = keys.shape[0] * row_bytes, n * row_bytes
+
+
+def plan_all_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: ExchangeCounts) -> None:
+    """The backward half of a whole plan: no gradients are left for the next step. `arrays`: as in plan_gradients."""
+    keys, rows, order, ends, *_ = arrays
+    p.urgent_gradients = UrgentGradients(keys, rows, order, ends, counts.urgent_recv, counts.urgent_send)
+    p.last = p.whole = True
+    row_bytes = p.arrived.shape[1] * p.arrived.element_size()
+    p.stats["bytes_back_urgent"], p.stats["bytes_late"] = keys.shape[0] * row_bytes, 0
 
 
 def plan_without_rows(p: StepPlan) -> StepPlan:

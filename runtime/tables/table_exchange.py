@@ -91,8 +91,8 @@ class Exchange:
                 ids, self.row_offsets, self.table_sizes, self.bounds, self.shifts, self.starts,
                 self.name, self.group_name
             )  # fmt: skip
-            return UnplannedRows.apply(
-                self.anchor, *plan, bag_ends, weights, divide_by, self.name, self.group_name
+            return RowsOfOneStep.apply(
+                self.anchor, None, *plan, bag_ends, weights, divide_by, self.name, self.group_name
             )
         return self._look_up_planned(self.freescale_plan, ids, divide_by, bag_ends, weights)
 
@@ -105,6 +105,12 @@ class Exchange:
         p.used = True
         assert p.urgent_gradients is not None
         token = _ops.expect_ids(self.anchor.detach(), ids, p.ids, p.step, self.name)
+        if p.whole:
+            urgent, own = p.urgent, p.urgent_gradients
+            return RowsOfOneStep.apply(
+                self.anchor, token, p.inverse, p.order, p.ends, urgent.recv_counts, urgent.rows, urgent.send_counts,
+                own.rows, own.order, own.ends, bag_ends, weights, divide_by, self.name, self.group_name
+            )  # fmt: skip
         embedded = PlannedRows.apply(
             self.anchor, p.late_slot, token, _wait(p.arrived), p.inverse, p.order, p.ends, *p.urgent,
             *p.urgent_gradients, p.late_index, bag_ends, weights, divide_by, self.name, self.group_name
@@ -142,13 +148,13 @@ def _refuse_second_lookup(name: str) -> None:
     )
 
 
-class UnplannedRows(torch.autograd.Function):
-    """An exchange that was not planned ahead: all rows now, all gradients now."""
+class RowsOfOneStep(torch.autograd.Function):
+    """An exchange that has nothing to do with the steps before and behind: all rows now, all gradients now."""
 
     @staticmethod
-    def forward(ctx: Any, anchor, inverse, order, ends, recv_counts, rows, send_counts, *rest):  # type: ignore[override]
+    def forward(ctx: Any, anchor, token, inverse, order, ends, recv_counts, rows, send_counts, *rest):  # type: ignore
         own_rows, own_order, own_ends, bag_ends, weights, ctx.divide_by, ctx.table, ctx.group_name = rest
-        token = anchor.detach()
+        token = anchor.detach() if token is None else token
         ctx.save_for_backward(
             token, order, ends, recv_counts, send_counts, own_rows, own_order, own_ends, bag_ends, weights
         )
@@ -166,7 +172,7 @@ class UnplannedRows(torch.autograd.Function):
             token, unique, own_rows, own_order, own_ends,
             recv_counts, send_counts, own_order.shape[0], URGENT, ctx.table, ctx.group_name
         )  # fmt: skip
-        return done, *(None,) * 14
+        return done, *(None,) * 15
 
 
 class PlannedRows(torch.autograd.Function):

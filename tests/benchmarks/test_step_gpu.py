@@ -22,7 +22,7 @@ from step_gpu_model import LR, Size, collision_share, exponent_for, lengths_of, 
 def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     """In this process, so that its ranks are forks of one that has torch loaded."""
     command = ["step_gpu.py", "--device", "cpu", "--quick", "--rounds", "2", "--steps", "2", "--sizes", "8ms"]
-    command += ["--variants", "plain", "c10d", "c10d-ahead", "--seconds", "250"]
+    command += ["--variants", "plain", "c10d", "c10d-ahead", "c10d-planned", "--seconds", "250"]
     files = ["--json", str(tmp_path / "out.json"), "--host-profile", str(tmp_path / "host.txt")]
     monkeypatch.setattr(sys, "argv", [*command, *files])
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"):  # which it sets for its ranks
@@ -35,13 +35,14 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     assert found["failed"] == {} and [s["size"] for s in found["sizes"]] == ["8ms"]
     (size,) = found["sizes"]
     rows = {r["variant"]: r for r in size["rows"]}
-    assert list(rows) == ["dense", "plain", "c10d", "c10d-ahead"]
+    assert list(rows) == ["dense", "plain", "c10d", "c10d-ahead", "c10d-planned"]
     for row in rows.values():
         assert row["steps"] == 4 and row["step_ms"] > 0
         assert set(row["host_ms"]) == {"next", "forward", "backward", "optimizer", "sum"}
     assert 0 < rows["c10d-ahead"]["colliding_share"] < 0.5
     checks = size["checks"]
-    assert checks["same_bits"]["c10d = c10d-ahead"] and all(checks["same_bits"].values())
+    compared = {name for pair in checks["same_bits"] for name in pair.split(" = ")}
+    assert compared >= {"c10d", "c10d-ahead", "c10d-planned"} and all(checks["same_bits"].values())
     assert 0 < checks["loss_difference"]["plain"] < 1e-2
     assert found["step_over_dense_8ms"] > 0 and found["lookahead_over_none_worst"] > 0
     assert isinstance(found["host_ms_added"], float)
@@ -60,7 +61,8 @@ def test_headlines():
 
     found = step_gpu.headlines([
         size("8ms", dense=7, plain=30, staged=10, staged_ahead=12, c10d=20, c10d_ahead=18),
-        size("45ms", dense=39, plain=90, c10d_ahead=60, staged_ahead=50),
+        size("45ms", dense=39, plain=90, c10d_ahead=60, staged_ahead=50, staged_planned=70),
+        size("60ms", dense=59, staged=70, staged_ahead=90, staged_planned=77),
         size("150ms", ranks=4, dense=1, c10d_ahead=2),
     ])  # fmt: skip
     assert found == {

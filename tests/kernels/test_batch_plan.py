@@ -88,11 +88,11 @@ SOURCE = np.array([3, 1, 4])
 SHARED = [None, 0, 200, 2**20]  # bytes: no memory, room for no message, for some, for all
 
 
-def _same(seed: int, batches: int, shared: int | None) -> int:
+def _same(seed: int, batches: int, shared: int | None, whole: bool = False) -> int:
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     tables = [_row_wise([100, 1, 7], world, [0, 2, 1, 0]), _row_wise([2**33 + 5, 3], world, [0, 1])]
     mesh = _open_mesh(shared)
-    native, reference = NativeBatchPlan(mesh, tables, 30.0), ReferenceBatchPlan(group, tables)
+    native, reference = NativeBatchPlan(mesh, tables, 30.0, whole), ReferenceBatchPlan(group, tables, whole)
     rng, planned = np.random.default_rng((seed, rank)), 0
     for number in range(batches):
         ids = [i for t in tables for i in _ids(rng, t, 1 + 40 * (number % 3))]
@@ -105,13 +105,20 @@ def _same(seed: int, batches: int, shared: int | None) -> int:
         in_c = _planned(native, already=(memory, room) if at_once else None)
         assert reference.request(0, ids) is None and _planned(reference) == in_c
         planned += sum(map(len, in_c[0][0]))
-    assert _planned(native, last=True) == _planned(reference, last=True)
+        (urgent, *_, late, _, _, _), _, (rows, _, _) = in_c[0]
+        assert not whole or (late == rows[4] == [] and urgent == list(range(len(rows[3]))))  # no early ones either
+    assert whole or _planned(native, last=True) == _planned(reference, last=True)
     return planned
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_same_plans_as_in_python(world):
     assert all(n > 100 for n in run_ranks(_same, world, 5, 12, None))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_same_whole_plans_as_in_python(world):
+    assert all(n > 100 for n in run_ranks(_same, world, 5, 6, None, True))
 
 
 @pytest.mark.parametrize("shared", SHARED[1:])

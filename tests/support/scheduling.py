@@ -24,6 +24,7 @@ ONE_WORKER = {
     "test_study.py": "study",
     "test_torchrec_collection.py": "torchrec collection",
     "test_two_hosts.py": "network",
+    "test_without_overlap.py": "without overlap",
 }
 # What takes long comes first, so that no worker is left with it at the end.
 LONG = (

@@ -89,7 +89,7 @@ class Trainer:
         self.model.item.optimizer = self.model.user.optimizer = optimizer
         return self
 
-    def train(self, share: float, steps: int, wrapped: bool, first: int = 0, state=None):
+    def train(self, share: float, steps: int, wrapped: bool, first: int = 0, state=None, overlap: bool = True):
         """A plain loop. Returns losses; every parameter, row and optimizer state; the loader's stats."""
         import freescale
         import freescale.backend as backend
@@ -97,7 +97,7 @@ class Trainer:
         before = sum(backend.COMPILED.values())
         self.model.load_state_dict(self.start if state is None else state)
         loader = Batches(steps, share, first)
-        loader = freescale.LookaheadLoader(loader, self.compiled) if wrapped else loader
+        loader = freescale.LookaheadLoader(loader, self.compiled, overlap=overlap) if wrapped else loader
         dense = torch.optim.SGD(self.model.parameters(), lr=0.05)
         losses = []
         for number, batch in enumerate(loader, first):

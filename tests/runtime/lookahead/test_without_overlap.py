@@ -1,0 +1,98 @@
+"""LookaheadLoader(overlap=False): planned ahead, but nothing of a step travels in another. The same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_lookahead_loop import LOOPS
+
+import trec
+from loops import Training, compare, data
+from ranks import HAS_TORCHREC, run_ranks
+from shared_ranks import Outcomes, run_together
+from two_tables import Trainer, same
+
+
+class WithoutOverlap(Training):
+    def loader(self, batches: Any, **kwargs: Any) -> Any:
+        return super().loader(batches, **kwargs, **({"overlap": False} if self.wrapped else {}))
+
+
+def _loops() -> None:
+    """Break, exceptions, evaluation in the loop, checkpoints, steps without backward, schedules."""
+    for loop in LOOPS:
+        compare(loop, WithoutOverlap)
+
+
+def _two_tables() -> None:
+    """With a schedule of learning rates. From loop to loop it can be changed."""
+    trainer = Trainer("rowwise_adagrad")
+    plain = trainer.train(0.5, 12, False)
+    found = trainer.train(0.5, 12, True, overlap=False)
+    assert same(found, plain) and same(trainer.train(0.5, 12, True), plain)
+    assert same(trainer.train(0.5, 12, True, overlap=False), plain)
+    assert len(found[2]) == 24 and all(s["bytes_early"] == s["bytes_late"] == 0 for s in found[2])
+    assert all(s["colliding_rows"] == s["unique_rows"] for s in found[2])
+
+
+def _launches() -> None:
+    """Two for a step and exchange: none is for another step."""
+    import freescale
+
+    training = WithoutOverlap(True)
+    freescale.meter.clear()
+    for batch in training.loader(data(4)):
+        training.step(batch)
+    for step in freescale.meter.steps():
+        launched = {name.partition("#")[0] for name in step["bytes"] if " of item" in name}
+        assert launched == {"urgent rows of item", "urgent gradients of item"}, launched
+
+
+def _ranks_differ() -> None:
+    """Every rank hears of it before anything is exchanged."""
+    import freescale
+
+    training = Training(True)
+    with pytest.raises(ValueError, match="some ranks overlap steps and others do not; give every LookaheadLoader the same"):
+        for batch in freescale.LookaheadLoader(data(3), training.run, overlap=dist.get_rank() == 0):
+            training.step(batch)
+    with pytest.raises(TypeError, match="overlap must be True or False, found str"):
+        freescale.LookaheadLoader(data(3), training.run, overlap="no")
+    for batch in freescale.LookaheadLoader(data(3), training.run):
+        training.step(batch)
+
+
+CHECKS = {check.__name__.strip("_"): check for check in (_loops, _two_tables, _launches, _ranks_differ)}
+
+
+@pytest.fixture(scope="module")
+def checked() -> Outcomes:
+    return run_together(CHECKS, 2, timeout=300)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_without_overlap(name, checked):
+    checked.of(name)
+
+
+def _torchrec(layout: str) -> bool:
+    import freescale
+
+    runs = []
+    for overlap in (None, False):
+        torch._dynamo.reset()
+        model = trec.build(layout, "rowwise_adagrad")
+        run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager"})
+        batches = [trec.batch(step, dist.get_rank()) for step in range(8)]
+        loader = batches if overlap is None else freescale.LookaheadLoader(batches, run, overlap=overlap)
+        losses = trec.train_on(model, run, loader)
+        runs.append((losses, {**trec.snapshot(model), **trec.optimizer_state(model)}))
+    return same(*runs)
+
+
+@pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+def test_torchrec_without_overlap():
+    assert run_ranks(_torchrec, 2, "mixed") == [True, True]
