@@ -124,7 +124,8 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.S
             memories[number % 2] = np.zeros(plan.needed * 5 // 4, dtype=np.int64)
         memory = memories[number % 2]
         clock.append(time.thread_time())
-        _, (planned,) = plan.plan(Room(native_plan.address_of(memory), memory.shape[0]))
+        _, read = plan.plan(Room(native_plan.address_of(memory), memory.shape[0]))
+        (planned,) = read()
         clock.append(time.thread_time())
         arrays = _tensors(memory, planned.rows)
         values = step_plan.count_values({})

@@ -5,7 +5,7 @@ The arrays of all exchanges stand in one piece of int64 memory, from which one c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -63,6 +63,10 @@ class PlannedExchange(NamedTuple):
     gradient_counts: ExchangeCounts
 
 
+# How many elements were written, and what reads the plans: called when and where they are needed.
+Planned = tuple[int, Callable[[], list[PlannedExchange]]]
+
+
 class BatchPlan(Protocol):
     """Plans the batches of a loop, one after the other, with the other ranks.
 
@@ -81,15 +85,13 @@ class BatchPlan(Protocol):
     def needed(self) -> int:
         """So many elements may `plan` write."""
 
-    def plan(self, room: Room) -> tuple[int, list[PlannedExchange]]:
+    def plan(self, room: Room) -> Planned:
         """When all ranks go on: plan the rows of the batch and the gradients of the one before it; in whole plans, of
-        the same batch. Collective.
-
-        Returns how many elements it has written."""
+        the same batch. Collective."""
 
     @property
     def needed_for_last(self) -> int:
         """So many elements may `plan_last` write."""
 
-    def plan_last(self, room: Room) -> tuple[int, list[PlannedExchange]]:
+    def plan_last(self, room: Room) -> Planned:
         """The gradients of the batch that came last: all are urgent."""

@@ -22,6 +22,7 @@ from freescale.kernels.planning.batch_plan import (
     Copy,
     ExchangeCounts,
     Extent,
+    Planned,
     PlannedExchange,
     Room,
 )
@@ -61,8 +62,8 @@ class NativeBatchPlan:
         self._address = native_plan.require_memory(address)
         # Not at exit: a thread may still be waiting in C.
         weakref.finalize(self, functions.fs_free_batch_plan, self._address).atexit = False
-        self._results = (_Result * len(owners))()
-        self._counts: np.ndarray = np.empty(0)  # that the results point to
+        self._results: Any = None  # of the batch that is planned
+        self._counts: np.ndarray = np.empty(0)  # that they point to
         self._planned_in: Room | None = None  # where `request` has planned the batch already
         self._headers = np.empty((mesh.world, 1 + 3 * len(owners)), dtype=np.int64)
         self._ids: native_plan.FeatureIds | None = None  # of the batch that is planned
@@ -87,7 +88,7 @@ class NativeBatchPlan:
     def needed(self) -> int:
         return self._needed.value
 
-    def plan(self, room: Room) -> tuple[int, list[PlannedExchange]]:
+    def plan(self, room: Room) -> Planned:
         assert self._ids is not None
         if self._planned_in is not room:
             ids, used, failed = map(ctypes.addressof, (self._ids, self._used, self._failed))
@@ -102,21 +103,22 @@ class NativeBatchPlan:
     def needed_for_last(self) -> int:
         return native_plan.library().fs_room_of_last(self._address)
 
-    def plan_last(self, room: Room) -> tuple[int, list[PlannedExchange]]:
+    def plan_last(self, room: Room) -> Planned:
         used = ctypes.addressof(self._used)
         self._checked(native_plan.library().fs_plan_last(self._address, room.address, used, self._new_results()))
         return self._read_results()
 
     def _new_results(self) -> int:
-        """Their address; of no arrays so far. What was planned before keeps its counts."""
-        ctypes.memset(self._results, 0, ctypes.sizeof(self._results))
+        """Their address; of no arrays so far. What was planned before keeps its own."""
+        self._results = (_Result * self._exchanges)()
         self._counts = np.zeros((self._exchanges, _COUNTS, self._world), dtype=np.int64)
         for result, of_exchange in zip(self._results, self._counts, strict=True):
             result.counts = native_plan.address_of(of_exchange)
         return ctypes.addressof(self._results)
 
-    def _read_results(self) -> tuple[int, list[PlannedExchange]]:
-        return self._used.value, [_read(*pair) for pair in zip(self._results, self._counts, strict=True)]
+    def _read_results(self) -> Planned:
+        results, counts = self._results, self._counts
+        return self._used.value, lambda: [_read(*pair) for pair in zip(results, counts, strict=True)]
 
     def _checked(self, result: int) -> int:
         if native_plan.checked(result) < 0:

@@ -16,6 +16,7 @@ from freescale.kernels.planning.batch_plan import (
     ROWS_ARRAYS,
     ExchangeCounts,
     Extent,
+    Planned,
     PlannedExchange,
     Room,
 )
@@ -57,7 +58,7 @@ class ReferenceBatchPlan:
         keys_and_rows = ((r.needed.values.shape[0], r.rows.shape[0]) for r in self._before or ())
         return sum(keys + 3 * rows + _GAPS for keys, rows in keys_and_rows)
 
-    def plan(self, room: Room) -> tuple[int, list[PlannedExchange]]:
+    def plan(self, room: Room) -> Planned:
         for copy in room.copies:
             ctypes.memmove(*copy)
         writer, requests, planned = _Writer(room.address, self.needed), [], []
@@ -73,13 +74,13 @@ class ReferenceBatchPlan:
                 gradients, rows = row_requests.split_colliding(self._before[i], after, self._group)
             planned.append(writer.write(torch.cat([t.long() for t in self._ids[i]]), after, rows, gradients))
         self._before = None if self._whole else requests
-        return writer.used, planned
+        return writer.used, lambda: planned
 
-    def plan_last(self, room: Room) -> tuple[int, list[PlannedExchange]]:
+    def plan_last(self, room: Room) -> Planned:
         writer = _Writer(room.address, self.needed_for_last)
         splits = [exchange_plan.all_urgent(r) for r in self._before or ()]
         planned = [writer.write(None, None, None, exchange_plan.plan_gradients(split)) for split in splits]
-        return writer.used, planned
+        return writer.used, lambda: planned
 
     def _requested(self) -> Iterator[OwnRequests]:
         for own in self._own:

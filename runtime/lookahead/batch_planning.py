@@ -79,6 +79,7 @@ class BatchPlanning:
         self._batches: Iterator[Any] | None = None
         self._structure: str | None = None  # of every batch, in words
         self._previous: PlannedBatch | None = None  # its gradients are not planned yet
+        self._features = list(dict.fromkeys(f for x in exchanges for f in x.features))
         self._device = exchanges[0].anchor.device
         self._pinned = PinnedMemory(self._device)
         self._room = 0  # elements that were enough for every plan so far
@@ -242,8 +243,7 @@ class BatchPlanning:
     # -- this rank's batch ---------------------------------------------------------------------------------------
 
     def _find_ids(self, loaded: _Loaded) -> None:
-        features = [f for x in self.exchanges for f in x.features]
-        by_feature, loaded.value_counts = batch_structure.feature_ids_and_counts(loaded.batch, features)
+        by_feature, loaded.value_counts = batch_structure.feature_ids_and_counts(loaded.batch, self._features)
         loaded.ids = [[by_feature[f] for f in x.features] for x in self.exchanges]
 
     def _require_same_structure(self, batch: Any) -> None:
@@ -256,10 +256,10 @@ class BatchPlanning:
 
     def _require_plannable(self, batch: Any) -> None:
         """Raise for a batch that the compiled model leaves to TorchRec's own code, whose lookups are not planned."""
-        features = {f for x in self.exchanges for f in x.features}
-        tables = ((x.table, x.features) for x in self.exchanges)
+        kjts = list(filter(batch_structure.is_kjt, batch_structure.id_holders(batch, self._features)))
+        tables = ((x.table, x.features) for x in self.exchanges if kjts)
         sequences = {f for t, fs in tables if isinstance(t, FbgemmTable) and not t.pooled for f in fs}
-        for kjt in filter(batch_structure.is_kjt, batch_structure.id_holders(batch, list(features))):
+        for kjt in kjts:
             names, weights = ", ".join(map(repr, kjt.keys())), kjt.weights_or_none()
             n_weights, n_ids = (0 if t is None else t.shape[0] for t in (weights, kjt.values()))
             if weights is not None and n_weights != n_ids:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from freescale.compat import dlpack
 from freescale.kernels.planning import native_plan
-from freescale.kernels.planning.batch_plan import ALIGNMENT, Copy, Extent, PlannedExchange, Room
+from freescale.kernels.planning.batch_plan import ALIGNMENT, Copy, Extent, Planned, PlannedExchange, Room
 from freescale.kernels.transports import cuda_driver
 from freescale.runtime import batch_structure
 from freescale.runtime.batch_structure import BatchEvent
@@ -65,7 +66,7 @@ class PlanBlock:
         self._memory: torch.Tensor | None = None  # on the device, once it is there
         self._parts: dict[tuple[int, int], torch.Tensor] = {}  # of that memory, by begin and size
         self._used = 0
-        self.exchanges: list[PlannedExchange] = []
+        self._read_plans: Callable[[], list[PlannedExchange]] = list
         self.make_room(elements)
 
     # -- the planning thread -------------------------------------------------------------------------------------
@@ -84,11 +85,15 @@ class PlanBlock:
         copies = [Copy(address + _ELEMENT * place, t.data_ptr(), t.nbytes) for place, t in places]
         self.room = Room(address + _ELEMENT * self._first, elements, copies)
 
-    def fill(self, plan: Callable[[Room], tuple[int, list[PlannedExchange]]]) -> None:
-        """`plan` writes into the room that it gets, and returns how many elements."""
-        self._used, self.exchanges = plan(self.room)
+    def fill(self, plan: Callable[[Room], Planned]) -> None:
+        """`plan` writes into the room that it gets."""
+        self._used, self._read_plans = plan(self.room)
 
     # -- the training thread -------------------------------------------------------------------------------------
+
+    @cached_property
+    def exchanges(self) -> list[PlannedExchange]:
+        return self._read_plans()
 
     def upload(self) -> None:
         """On the current stream of the device, once."""
@@ -164,7 +169,7 @@ def _replace_packable(batch: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 def move_to_device(batch: Any, device: torch.device) -> tuple[Any, BatchEvent | None]:
     """The batch with all that is not packable on the device, and what to wait for before it is used."""
-    if device.type == "cpu":
+    if device.type == "cpu" or all(map(_is_packable, batch_structure.leaves(batch))):
         return batch, None
     batch = _move_others(batch, device)
     return batch, BatchEvent([x for x in batch_structure.leaves(batch) if not _is_packable(x)])

@@ -159,9 +159,9 @@ def _over_gloo() -> Any:
     """Planning as where ranks cannot connect to each other, or there is no C compiler."""
     new_plan = PlanningConnection.new_plan
 
-    def without_mesh(self: Any, exchanges: Any) -> Any:
+    def without_mesh(self: Any, *args: Any, **kwargs: Any) -> Any:
         with mock.patch.object(self, "_mesh", None):
-            return new_plan(self, exchanges)
+            return new_plan(self, *args, **kwargs)
 
     return mock.patch.object(PlanningConnection, "new_plan", without_mesh)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from freescale.kernels.planning.batch_plan import ExchangeCounts, Extent, PlannedExchange, Room
+from freescale.kernels.planning.batch_plan import ExchangeCounts, Extent, Planned, PlannedExchange, Room
 from freescale.runtime.tables.plan_block import PinnedMemory, PlanBlock, move_to_device, packable_tensors
 from interpreted import needs_gpu
 
@@ -42,12 +42,12 @@ def tensors(b: Batch) -> list[torch.Tensor]:
 
 
 def fill(block: PlanBlock, numbers: np.ndarray, extents: list[Extent]) -> None:
-    def plan(room: Room) -> tuple[int, list[Any]]:
+    def plan(room: Room) -> Planned:
         assert room.elements * 8 >= numbers.nbytes
         for copy in room.copies:
             ctypes.memmove(*copy)
         ctypes.memmove(room.address, numbers.ctypes.data, numbers.nbytes)
-        return numbers.shape[0], [PlannedExchange(extents[::2], NO_COUNTS, 0, extents[1::2], NO_COUNTS)]
+        return numbers.shape[0], lambda: [PlannedExchange(extents[::2], NO_COUNTS, 0, extents[1::2], NO_COUNTS)]
 
     block.fill(plan)
 
