@@ -55,8 +55,12 @@ def leaves(x: Any) -> Iterator[Any]:
     if isinstance(x, torch.Tensor) or is_kjt(x):
         yield x
     else:
-        for child in x.values() if type(x) is dict else x if type(x) in (list, tuple) else [c for _, c in children(x)]:
-            yield from leaves(child)
+        if type(x) is dict:
+            parts: Iterable[Any] = x.values()
+        else:
+            parts = x if type(x) in (list, tuple) else (child for _, child in children(x))
+        for part in parts:
+            yield from leaves(part)
 
 
 def feature_ids(batch: Any, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
