@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -83,6 +84,7 @@ def _compiles_long():
         return _step()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_compiles_is_waited_for():
     a, b = run_ranks(_compiles_long, 2, env={"FREESCALE_TIMEOUT": "2"})
     assert a == b
@@ -139,6 +141,7 @@ def _dies_between(flag):
     return "agreed"
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_before_it_is_counted():
     assert run_ranks(_dies_between, 3, 0, timeout=60) == ["agreed", "died", "agreed"]
     first, _, third = run_ranks(_dies_between, 3, 1, timeout=60)

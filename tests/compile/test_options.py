@@ -72,6 +72,7 @@ def _one_is_strict() -> tuple[str, str]:
     return "no error"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TORCHREC, reason="needs TorchRec and FBGEMM")
 def test_a_refusal_is_an_error_for_the_model_that_is_strict():
     for error in run_ranks(_one_is_strict, 2):

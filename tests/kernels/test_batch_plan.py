@@ -174,8 +174,12 @@ def _one_leaves(how: str, shared: int | None) -> str:
     return "planned"
 
 
-@pytest.mark.parametrize("how, expected", [("dies", "has left"), ("hangs up", "has left"), ("sleeps", "has not answered within 2 s")])
-@pytest.mark.parametrize("shared", [None, 2**20])
+@pytest.mark.parametrize("how, expected", [
+    ("dies", "has left"),
+    pytest.param("hangs up", "has left", marks=pytest.mark.thorough),
+    ("sleeps", "has not answered within 2 s"),
+])  # fmt: skip
+@pytest.mark.parametrize("shared", [None, pytest.param(2**20, marks=pytest.mark.thorough)])
 def test_a_rank_that_leaves_is_named(how, expected, shared):
     errors = run_ranks(_one_leaves, 3, how, shared, expect_errors=True)
     # The other rank may have failed first, and left in turn.

@@ -267,6 +267,7 @@ def test_a_graph_without_tables_launches_a_bucket_when_it_is_full(world):
 CALLS = re.compile(r"(all_reduce_launch|all_to_all_launch|wait_tensor|freescale\.update_|extern_kernels\.mm)")
 
 
+@pytest.mark.thorough
 def test_generated_code_keeps_the_order():
     ((_, backward),) = run_ranks_apart(_train, [("inductor", 100.0)])
     lines = (line.split("#")[0] for line in backward[backward.index("def call") :].splitlines())
@@ -278,6 +279,7 @@ def test_generated_code_keeps_the_order():
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_rank_blind():
     def text(found: dict) -> str:
         return found["backward", "overlap_attention"]

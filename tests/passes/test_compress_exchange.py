@@ -94,6 +94,7 @@ wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  #
         assert before == after
 
 
+@pytest.mark.thorough
 def test_a_pass_without_a_share_changes_nothing():
     (found,) = run_ranks_apart(_lines, [({},)])
     assert found["whole", "bucket_gradients"] == found["whole", "compress_exchange"]
@@ -180,11 +181,12 @@ class Simulated:
         return self.launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name)
 
 
-def _equals_a_simulation(options, which, rows, gradients):
+def _equals_a_simulation(options, which, rows, gradients, loops=(False, True)):
+    """`loops`: without look-ahead, with it."""
     from freescale.kernels import packed_launches
     from freescale.runtime.lookahead import late_gradients
 
-    for ahead in (False, True):
+    for ahead in loops:
         packed_launches._launches.clear()
         got = _train({"passes": "all,compress_exchange", "strict": True, **options}, ahead)
         packed_launches._launches.clear()
@@ -217,9 +219,15 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_a_simulation(case):
     run_ranks(_equals_a_simulation, 2, *CASES[case])
+
+
+@pytest.mark.parametrize(("case", "ahead"), [("background", True), ("fp8", False)])
+def test_one_loop_equals_a_simulation(case, ahead):
+    run_ranks(_equals_a_simulation, 2, *CASES[case], (ahead,))
 
 
 def _alone():
@@ -229,25 +237,31 @@ def _alone():
         assert got[0] == exact[0] and all(torch.equal(t, exact[1][n]) for n, t in got[1].items())
 
 
+@pytest.mark.thorough
 def test_one_rank_loses_nothing():
     run_ranks(_alone, 1)
 
 
-def _lossless():
+def _lossless(codegen, loops):
     from freescale.kernels import lossless
 
     options = {"passes": "all,compress_exchange", "compress": "rows:lossless,which=all", "strict": True}
-    for codegen in ("eager", "inductor"):
-        for ahead in (False, True):
-            exact = _train({"codegen": codegen}, ahead, used=1)
-            with mock.patch.object(lossless, "pack", side_effect=lossless.pack) as pack:
-                got = _train({**options, "codegen": codegen}, ahead, used=1)
-            assert pack.call_count >= 16  # rows and gradients of 8 steps
-            assert got[0] == exact[0] and all(torch.equal(t, exact[1][n]) for n, t in got[1].items())
+    for ahead in loops:
+        exact = _train({"codegen": codegen}, ahead, used=1)
+        with mock.patch.object(lossless, "pack", side_effect=lossless.pack) as pack:
+            got = _train({**options, "codegen": codegen}, ahead, used=1)
+        assert pack.call_count >= 16  # rows and gradients of 8 steps
+        assert got[0] == exact[0] and all(torch.equal(t, exact[1][n]) for n, t in got[1].items())
 
 
 def test_without_zeros_training_is_the_same():
-    run_ranks(_lossless, 2)
+    run_ranks(_lossless, 2, "eager", (True,))
+
+
+@pytest.mark.thorough
+def test_without_zeros_training_is_the_same_in_generated_code():
+    run_ranks(_lossless, 2, "eager", (False,))
+    run_ranks(_lossless, 2, "inductor", (False, True))
 
 
 @pytest.mark.slow
@@ -264,6 +278,7 @@ def _generated_code():
         assert torch.allclose(torch.tensor(got[0]), torch.tensor(expected[0]), rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_generated_code_trains_alike():
     run_ranks(_generated_code, 2)
 
@@ -288,6 +303,7 @@ def _bytes(less, of_model):
     return found
 
 
+@pytest.mark.thorough
 def test_records_have_the_bytes_that_travel():
     for found in run_ranks(_bytes, 2, "rows:0.1,which=all", {}):
         assert 0.08 * found["exact"] < found["less"] <= 0.1 * found["exact"]

@@ -120,6 +120,7 @@ def test_each_part_does_its_work(study):
     assert after.exposed_ms < pec.exposed_ms < before.exposed_ms
 
 
+@pytest.mark.thorough
 def test_the_same_seed_gives_the_same_figures(study):
     def figures(seed):
         outcomes = _fresh_study(replace(SMALL, seed=seed)).run_all([TORCHREC[0], EVERYTHING])
@@ -128,7 +129,9 @@ def test_the_same_seed_gives_the_same_figures(study):
     assert figures(0) == figures(0) != figures(1)
 
 
-@pytest.mark.parametrize("variant", (TORCHREC[0], TORCHREC[1], EVERYTHING))
+@pytest.mark.parametrize(
+    "variant", (*(pytest.param(v, marks=pytest.mark.thorough) for v in TORCHREC[:2]), EVERYTHING), ids=lambda v: v.name
+)
 def test_a_slower_link_is_never_faster(study, variant):
     steps = [study(cluster=replace(H100, between_gb_per_s=s)).run(variant).step_ms for s in (100.0, 25.0, 6.0, 1.5)]
     assert steps == sorted(steps)
@@ -171,6 +174,7 @@ def _command(folder: str) -> tuple[int, str]:
     return code, said.getvalue()
 
 
+@pytest.mark.thorough
 def test_the_command(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "c.toml").write_text(to_toml(replace(H100, layers=1, name="mine"), []))

@@ -64,12 +64,15 @@ def test_same_bits_with_and_without(optimizer, checked):
     _expect_collisions(checked.of(f"exact, {optimizer}"))
 
 
-@slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world, steps", (
+    pytest.param(2, 60, marks=pytest.mark.thorough),
+    pytest.param(2, 200, marks=slow),
+    pytest.param(4, 200, marks=slow),
+))  # fmt: skip
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_same_bits_with_and_without_for_long(optimizer, world):
-    _expect_collisions(run_ranks(_exact, world, optimizer, 200, 33, timeout=550))
+def test_same_bits_with_and_without_for_long(optimizer, world, steps):
+    _expect_collisions(run_ranks(_exact, world, optimizer, steps, steps // 6, timeout=550))
 
 
 def _subsets() -> list[str]:
@@ -193,7 +196,7 @@ def _bytes_on_the_wire():
 
 
 CHECKS = {
-    **{f"exact, {optimizer}": partial(_exact, optimizer, 60, 10) for optimizer in OPTIMIZERS},
+    **{f"exact, {optimizer}": partial(_exact, optimizer, 16, 4) for optimizer in OPTIMIZERS},
     "delayed": _delayed,
     "stop": _stop,
     "bytes on the wire": _bytes_on_the_wire,
@@ -229,30 +232,39 @@ EVERY_LAYOUT = tuple(itertools.product(("row_wise", "mixed"), ("sgd", "adagrad",
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
 @pytest.mark.parametrize("world, layouts", (
-    (2, (("row_wise", "adagrad"), ("mixed", "rowwise_adagrad"))),
+    pytest.param(2, (("row_wise", "adagrad"), ("mixed", "rowwise_adagrad")), marks=pytest.mark.thorough),
     pytest.param(2, EVERY_LAYOUT, marks=slow),
     pytest.param(4, EVERY_LAYOUT, marks=slow),
 ), ids=("2-two", "2-all", "4-all"))  # fmt: skip
 @pytest.mark.timeout(600)
 def test_torchrec_tables_with_look_ahead(world, layouts):
-    for found in run_ranks(_torchrec, world, layouts, timeout=550):
+    _expect_equal(run_ranks(_torchrec, world, layouts, timeout=550))
+
+
+@pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+def test_two_torchrec_tables_with_look_ahead():
+    _expect_equal(run_ranks(_torchrec, 2, (("row_wise", "adagrad"), ("mixed", "rowwise_adagrad")), True))
+
+
+def _expect_equal(ranks):
+    for found in ranks:
         assert found["bits"] and found["eager"] <= 1e-6 and found["compilations"] <= 2, found
 
 
-def _torchrec(layouts):
+def _torchrec(layouts, small=False):
     import freescale
     import freescale.backend as backend
 
     found = {"bits": True, "eager": 0.0, "compilations": 0}
     for layout, optimizer in layouts:
         none = layout != "mixed"
-        eager = trec.build(layout, optimizer)
+        eager = trec.build(layout, optimizer, small=small)
         expected = trec.train(eager, eager, 20, none=none)
         runs = []
         for wrapped in (False, True):
             torch._dynamo.reset()
             backend.COMPILED.clear()
-            model = trec.build(layout, optimizer)
+            model = trec.build(layout, optimizer, small=small)
             run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager"})
             batches = [trec.batch(step, dist.get_rank(), none=none) for step in range(20)]
             loader = freescale.LookaheadLoader(batches, run) if wrapped else batches

@@ -545,10 +545,12 @@ def _torchrec() -> bool:
         found = [trec.batch(t, dist.get_rank()) for t in range(first, first + steps)]
         return [Sample(kjt, weight, ["u"] * i) for i, (kjt, weight) in enumerate(found)]
 
+    model = trec.build("mixed", "rowwise_adagrad", small=True)
+    run = torch.compile(model, backend="freescale", options={"codegen": "eager", "strict": True})
+    beginning = trec.snapshot(model), trec.optimizer_state(model)
+
     def loop(wrapped: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        torch._dynamo.reset()
-        model = trec.build("mixed", "rowwise_adagrad")
-        run = torch.compile(model, backend="freescale", options={"codegen": "eager", "strict": True})
+        trec.put_back(model, *beginning)
         dense = [p for n, p in model.named_parameters() if not hasattr(p, "_in_backward_optimizers")]
         optimizer = torch.optim.SGD(dense, lr=0.05)
         seen: list[Any] = []

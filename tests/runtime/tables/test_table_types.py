@@ -65,7 +65,9 @@ def _follows(dtype: torch.dtype, codegen: str) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype, codegen", (
-    (torch.float64, "eager"), (torch.float64, "inductor"), (torch.bfloat16, "eager"),
+    pytest.param(torch.float64, "eager", marks=pytest.mark.thorough),
+    pytest.param(torch.float64, "inductor", marks=pytest.mark.thorough),
+    (torch.bfloat16, "eager"),
 ), ids=("double-eager", "double-inductor", "bfloat16-eager"))  # fmt: skip
 def test_a_native_table_follows_its_type(dtype, codegen):
     for wrong in run_ranks(_follows, 2, dtype, codegen):
@@ -103,6 +105,7 @@ def _torchrec(codegen: str) -> tuple[str, str]:
     return said[0], said[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
 @pytest.mark.parametrize("codegen", ("eager", pytest.param("inductor", marks=pytest.mark.slow)))
 def test_torchrec_tables_in_another_type_are_torchrecs_own(codegen):

@@ -244,6 +244,7 @@ def _hold(outcomes: list[dict[str, Any]]) -> None:
         assert found["graphs"] == {"forward": 1, "backward": 1}
 
 
+@pytest.mark.thorough
 def test_adam_as_plain_torch_with_look_ahead_without_and_after_a_restart():
     _hold(run_ranks(_check, 2, "adam", 0.1, timeout=600))
 

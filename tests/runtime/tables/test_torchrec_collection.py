@@ -30,22 +30,24 @@ def _compiled(model, **kwargs):
 
 
 @lru_cache(maxsize=1)  # the next one resets Dynamo (no defaults: it tells calls apart by how they are written)
-def _trained(layout: str, optimizer: str, ddp: bool, codegen: str) -> tuple[Any, Any, Any]:
+def _trained(layout: str, optimizer: str, ddp: bool, codegen: str, small: bool = False) -> tuple[Any, Any, Any]:
     """Of this rank: a model, the same compiled, and its beginning."""
     import freescale.backend as backend
 
     backend.COMPILED.clear()
-    model = trec.build(layout, optimizer, ddp)
+    model = trec.build(layout, optimizer, ddp, small=small)
     run = _compiled(model, fullgraph=not ddp, options={"codegen": codegen, "strict": True})
     return model, run, (trec.snapshot(model), trec.optimizer_state(model))
 
 
-def _against_eager(layout: str, optimizer: str, ddp: bool = False, codegen: str = "eager") -> float:
+def _against_eager(
+    layout: str, optimizer: str, ddp: bool = False, codegen: str = "eager", small: bool = False
+) -> float:
     """Largest relative difference to eager TorchRec."""
     none = layout != "mixed"
-    eager = trec.build(layout, optimizer, ddp)
+    eager = trec.build(layout, optimizer, ddp, small=small)
     expected = trec.train(eager, eager, STEPS, none=none)
-    model, run, beginning = _trained(layout, optimizer, ddp, codegen)
+    model, run, beginning = _trained(layout, optimizer, ddp, codegen, *([small] if small else []))
     trec.put_back(model, *beginning)
     losses = trec.train(model, run, STEPS, none=none)
     a, b = trec.snapshot(model), trec.snapshot(eager)
@@ -73,8 +75,9 @@ def test_equals_eager_torchrec(layout, optimizer, checked):
     assert max(checked.of(f"{layout}, {optimizer}")) <= 1e-6
 
 
-def test_column_wise_tables_equal_eager_torchrec(checked):
-    assert max(checked.of("column_wise, rowwise_adagrad")) <= 1e-6
+@pytest.mark.thorough
+def test_column_wise_tables_equal_eager_torchrec():
+    assert max(run_ranks(_against_eager, 2, "column_wise", "rowwise_adagrad")) <= 1e-6
 
 
 @slow
@@ -84,8 +87,9 @@ def test_equals_eager_torchrec_on_four_ranks(layout):
         assert max(found.values()) <= 1e-6, found
 
 
-def test_equals_eager_torchrec_under_inductor_with_ddp():
-    for found in run_ranks(_every_optimizer, 2, "mixed", True, "inductor"):
+@pytest.mark.parametrize("small", (True, pytest.param(False, marks=pytest.mark.thorough)), ids=("two tables", "all"))
+def test_equals_eager_torchrec_under_inductor_with_ddp(small):
+    for found in run_ranks(_every_optimizer, 2, "mixed", True, "inductor", small):
         assert max(found.values()) <= 1e-6, found
 
 
@@ -160,10 +164,9 @@ def _checkpoints():
     trec.train(whole, whole, 9)
     first = trec.build("row_wise", "rowwise_adagrad")
     trec.train(first, first, 3)
-    second = trec.build("row_wise", "rowwise_adagrad")
+    second, run, _ = _trained("row_wise", "rowwise_adagrad", False, "eager")
     second.load_state_dict(first.state_dict())
     second.fused_optimizer.load_state_dict(first.fused_optimizer.state_dict())
-    run = _compiled(second, fullgraph=True, options={"codegen": "eager"})
     trec.train(second, run, 3, first=3)
     third = trec.build("row_wise", "rowwise_adagrad")
     third.load_state_dict(second.state_dict())
@@ -281,15 +284,14 @@ CHECKS = {
     "fifty batches, DDP: False": partial(_fifty_batches, False),
     "row_wise, sgd": partial(_against_eager, "row_wise", "sgd"),
     "row_wise, rowwise_adagrad": partial(_against_eager, "row_wise", "rowwise_adagrad"),
+    "checkpoints": _checkpoints,
     "table_wise, sgd": partial(_against_eager, "table_wise", "sgd"),
     "table_wise, rowwise_adagrad": partial(_against_eager, "table_wise", "rowwise_adagrad"),
-    "column_wise, rowwise_adagrad": partial(_against_eager, "column_wise", "rowwise_adagrad"),
     "mixed, rowwise_adagrad": partial(_against_eager, "mixed", "rowwise_adagrad"),
     "mixed, sgd": partial(_against_eager, "mixed", "sgd"),
     **{f"id {value} of {feature}": partial(_bad_id, feature, value) for feature, _, value in BAD_IDS},
     "fifty batches, DDP: True": partial(_fifty_batches, True),
     "data-parallel tables": _replicated_against_sharded,
-    "checkpoints": _checkpoints,
     **{name: partial(_fall_back, "row_wise", False, *rest) for name, (_, *rest) in LEFT.items()},
     "weighted": _weighted,
 }
