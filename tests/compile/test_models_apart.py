@@ -124,7 +124,8 @@ def _torchrec() -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ("native", pytest.param("torchrec", marks=pytest.mark.thorough)))
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ("native", "torchrec"))
 def test_a_loop_keeps_to_its_own_tables(kind):
     if kind == "torchrec" and not HAS_TORCHREC:
         pytest.skip("no TorchRec")

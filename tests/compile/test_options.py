@@ -36,6 +36,7 @@ def _one_model_after_the_other():
     return found
 
 
+@pytest.mark.thorough
 def test_each_model_has_its_own():
     for found in run_ranks(_one_model_after_the_other, 2):
         assert found == [(True, 8.0, {77.0}), (False, 16.0, {88.0})]

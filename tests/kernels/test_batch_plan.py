@@ -177,7 +177,7 @@ def _one_leaves(how: str, shared: int | None) -> str:
 @pytest.mark.parametrize("how, expected", [
     ("dies", "has left"),
     pytest.param("hangs up", "has left", marks=pytest.mark.thorough),
-    ("sleeps", "has not answered within 2 s"),
+    pytest.param("sleeps", "has not answered within 2 s", marks=pytest.mark.thorough),
 ])  # fmt: skip
 @pytest.mark.parametrize("shared", [None, pytest.param(2**20, marks=pytest.mark.thorough)])
 def test_a_rank_that_leaves_is_named(how, expected, shared):
@@ -225,6 +225,7 @@ def _unreachable() -> bool:
     return rank_mesh.open_mesh(group) is None
 
 
+@pytest.mark.thorough
 def test_where_ranks_cannot_connect_there_is_no_mesh():
     assert run_ranks(_unreachable, 2) == [True, True]
 

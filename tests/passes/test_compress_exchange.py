@@ -67,8 +67,7 @@ class Golden(expecttest.TestCase):
     @classmethod
     def setUpClass(cls):
         dense = {"dense": "allreduce", "compress": "rows:0.5,dense:0.1,which=all", "strict": True}
-        wire = {"compress": "which=all", "wire": "fp8", "strict": True}
-        cls.largest, cls.wire, cls.background = run_ranks_apart(_lines, [(dense,), (wire,), ({"compress": "rows:0.5"},)])
+        (cls.largest,) = run_ranks_apart(_lines, [(dense,)])
 
     def test_largest(self):
         self.assertExpectedInline(self.largest["forward", "compress_exchange"], """\
@@ -79,6 +78,17 @@ all_reduce_launch_default = freescale.all_reduce_launch_packed([view_2, mm_1], o
 all_to_all_launch_default = freescale.all_to_all_launch_packed(div_2, getitem_3, getitem_5, size, 0, item, 0, largest:8/3:128)  # float32[u1, 8]; urgent gradients, chunk, 6*floor(8*u1/3) bytes
 wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u1, 8]
 wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_launch_default)  # float32[72]""")
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(version.torch_version() < "2.13", reason="2.11 and 2.12 number the same nodes differently")
+class GoldenOfOthers(expecttest.TestCase):
+    maxDiff = None
+
+    @classmethod
+    def setUpClass(cls):
+        wire = {"compress": "which=all", "wire": "fp8", "strict": True}
+        cls.wire, cls.background = run_ranks_apart(_lines, [(wire,), ({"compress": "rows:0.5"},)])
 
     def test_wire(self):
         self.assertExpectedInline(self.wire["forward", "compress_exchange"], """\
@@ -225,9 +235,8 @@ def test_training_equals_a_simulation(case):
     run_ranks(_equals_a_simulation, 2, *CASES[case])
 
 
-@pytest.mark.parametrize(("case", "ahead"), [("background", True), ("fp8", False)])
-def test_one_loop_equals_a_simulation(case, ahead):
-    run_ranks(_equals_a_simulation, 2, *CASES[case], (ahead,))
+def test_one_loop_equals_a_simulation():
+    run_ranks(_equals_a_simulation, 2, *CASES["fp8"], (False,))
 
 
 def _alone():
@@ -309,6 +318,7 @@ def test_records_have_the_bytes_that_travel():
         assert 0.08 * found["exact"] < found["less"] <= 0.1 * found["exact"]
 
 
+@pytest.mark.thorough
 def test_zeros_do_not_travel():
     """Of 32 values of a gradient 4 are no zeros, and each has a bit: 1/8 + 1/32 of their bytes, and all of the rows'."""
     found = run_ranks(_bytes, 2, "rows:lossless,which=all", {"dim": 32, "used": 4})

@@ -21,6 +21,7 @@ ONE_WORKER = {
     "test_lookahead_random.py": "random",
     "test_meter.py": "meter",
     "test_netlab.py": "network",
+    "test_overlap_attention.py": "overlap",
     "test_packaging.py": "packaging",
     "test_pooled.py": "pooled",
     "test_real_records.py": "records",

@@ -103,9 +103,11 @@ def test_every_subset_of_passes_gives_the_same_bits(optimizer):
     assert run_ranks(_every_subset, 2, optimizer, timeout=550) == [[], []]
 
 
-def _inductor():
-    plain = Trainer("sgd", "none", "inductor").train(0.3, 30, wrapped=False)
-    trained = Trainer("sgd", "all", "inductor")
+def _inductor(codegen: str):
+    """Against the same without passes and look-ahead, by the same code generation or without any."""
+    reference = trainer("none") if codegen == "eager" else Trainer("rowwise_adagrad", "none", codegen)
+    plain = reference.use("sgd").train(0.3, 30, wrapped=False)
+    trained = Trainer("rowwise_adagrad", "all", "inductor").use("sgd")
     ahead = trained.train(0.3, 30, wrapped=True)
     worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(ahead[0], plain[0], strict=True))
     for name, value in plain[1].items():
@@ -114,8 +116,14 @@ def _inductor():
     return worst, trained.compilations
 
 
-def test_inductor_agrees():
-    for worst, compiled in run_ranks(_inductor, 2):
+def test_inductor_agrees(checked):
+    for worst, compiled in checked.of("inductor"):
+        assert worst <= 1e-6 and compiled == 1, worst
+
+
+@pytest.mark.thorough
+def test_inductor_agrees_with_itself():
+    for worst, compiled in run_ranks(_inductor, 2, "inductor"):
         assert worst <= 1e-6 and compiled == 1
 
 
@@ -200,6 +208,7 @@ CHECKS = {
     "delayed": _delayed,
     "stop": _stop,
     "bytes on the wire": _bytes_on_the_wire,
+    "inductor": partial(_inductor, "eager"),
 }
 
 
