@@ -138,6 +138,7 @@ def _one_native() -> list[str]:
     return _exact([{"submodule in place": lambda: Outer(_in_place(Model()))}], lambda step: (batch_of(step),))
 
 
+@pytest.mark.thorough
 def test_a_submodule_that_was_compiled_in_place():
     assert run_ranks(_one_native, 2) == [[], []]
 

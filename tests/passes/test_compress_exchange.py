@@ -263,6 +263,7 @@ def _lossless(codegen, loops):
         assert got[0] == exact[0] and all(torch.equal(t, exact[1][n]) for n, t in got[1].items())
 
 
+@pytest.mark.thorough
 def test_without_zeros_training_is_the_same():
     run_ranks(_lossless, 2, "eager", (True,))
 

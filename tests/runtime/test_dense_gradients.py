@@ -451,6 +451,7 @@ def _metered() -> dict[str, Any]:
     return {"bytes": step["bytes"]["dense gradients"], "parameters": size, "waits": list(step["waits"])}
 
 
+@thorough
 def test_the_meter_counts_dense_gradients_by_themselves():
     for found in run_ranks(_metered, 2):
         assert found["bytes"] == found["parameters"] and "dense gradients" in found["waits"]

@@ -236,31 +236,24 @@ def test_bytes_on_the_wire_follow_the_law(checked):
     assert exposed < 0.75 * synchronous
 
 
+TWO_LAYOUTS = (("row_wise", "adagrad"), ("mixed", "rowwise_adagrad"))
 EVERY_LAYOUT = tuple(itertools.product(("row_wise", "mixed"), ("sgd", "adagrad", "rowwise_adagrad")))
 
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
-@pytest.mark.parametrize("world, layouts", (
-    pytest.param(2, (("row_wise", "adagrad"), ("mixed", "rowwise_adagrad")), marks=pytest.mark.thorough),
-    pytest.param(2, EVERY_LAYOUT, marks=slow),
-    pytest.param(4, EVERY_LAYOUT, marks=slow),
-), ids=("2-two", "2-all", "4-all"))  # fmt: skip
+@pytest.mark.parametrize("world, layouts, small", (
+    (2, TWO_LAYOUTS, True),
+    pytest.param(2, TWO_LAYOUTS, False, marks=pytest.mark.thorough),
+    pytest.param(2, EVERY_LAYOUT, False, marks=slow),
+    pytest.param(4, EVERY_LAYOUT, False, marks=slow),
+), ids=("2-two-small", "2-two", "2-all", "4-all"))  # fmt: skip
 @pytest.mark.timeout(600)
-def test_torchrec_tables_with_look_ahead(world, layouts):
-    _expect_equal(run_ranks(_torchrec, world, layouts, timeout=550))
-
-
-@pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
-def test_two_torchrec_tables_with_look_ahead():
-    _expect_equal(run_ranks(_torchrec, 2, (("row_wise", "adagrad"), ("mixed", "rowwise_adagrad")), True))
-
-
-def _expect_equal(ranks):
-    for found in ranks:
+def test_torchrec_tables_with_look_ahead(world, layouts, small):
+    for found in run_ranks(_torchrec, world, layouts, small, timeout=550):
         assert found["bits"] and found["eager"] <= 1e-6 and found["compilations"] <= 2, found
 
 
-def _torchrec(layouts, small=False):
+def _torchrec(layouts, small):
     import freescale
     import freescale.backend as backend
 

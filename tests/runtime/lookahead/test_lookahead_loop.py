@@ -538,14 +538,14 @@ class Sample:
     names: list[str]
 
 
-def _torchrec() -> bool:
+def _torchrec(small: bool) -> bool:
     import freescale
 
     def batches(steps: int, first: int = 0) -> list[Sample]:
         found = [trec.batch(t, dist.get_rank()) for t in range(first, first + steps)]
         return [Sample(kjt, weight, ["u"] * i) for i, (kjt, weight) in enumerate(found)]
 
-    model = trec.build("mixed", "rowwise_adagrad", small=True)
+    model = trec.build("mixed", "rowwise_adagrad", small=small)
     run = torch.compile(model, backend="freescale", options={"codegen": "eager", "strict": True})
     beginning = trec.snapshot(model), trec.optimizer_state(model)
 
@@ -594,5 +594,6 @@ def _torchrec() -> bool:
 
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="no TorchRec")
-def test_torchrec_and_dataclass_batches():
-    assert run_ranks(_torchrec, 2) == [True, True]
+@pytest.mark.parametrize("small", (True, pytest.param(False, marks=pytest.mark.thorough)), ids=("two tables", "all"))
+def test_torchrec_and_dataclass_batches(small):
+    assert run_ranks(_torchrec, 2, small) == [True, True]
