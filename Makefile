@@ -7,7 +7,10 @@
 TORCH ?= 2.14.1
 PYTHON ?= python3
 PIP_ARGS ?=
+# of the tests: the thorough ones too; all; or none but those with this mark
+THOROUGH ?=
 SLOW ?=
+ONLY ?=
 STEPS ?= 20
 # one for each GPU, or two on the CPU
 GPUS = $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU))
@@ -15,6 +18,9 @@ RANKS ?= $(or $(GPUS),2)
 # of the tests, each with ranks of its own; 0: in one process, one after another
 WORKERS ?= logical
 ARGS ?=
+# for pytest, which of several -m reads the last: one in ARGS takes the place of this
+QUICK := not slow$(if $(THOROUGH),, and not thorough)
+MARKS := $(if $(SLOW),$(ONLY),$(if $(ONLY),$(ONLY) and not slow,$(QUICK)))
 
 # The releases that belong to each torch. freescale.doctor knows the TorchRec ones too; a test compares them.
 # FBGEMM 1.9 does not load under torch 2.15: freescale's own tables only.
@@ -91,8 +97,8 @@ $(STAMP): pyproject.toml Makefile
 train: $(STAMP) ## train the example for STEPS (20) steps on RANKS processes (one for each GPU, or two on the CPU)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_hstu.py --steps $(STEPS) $(ARGS)
 
-test: $(STAMP) ## run the tests (SLOW=1: the slow ones too, FRESH=1: other random numbers); those for a GPU skip themselves where there is none
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 $(if $(SLOW),,-m "not slow") $(ARGS)
+test: $(STAMP) ## run the quick tests (THOROUGH=1: the thorough ones too, SLOW=1: all, ONLY=thorough: those alone, FRESH=1: other random numbers); those for a GPU skip themselves where there is none
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 $(if $(MARKS),-m "$(MARKS)") $(ARGS)
 
 lint: $(STAMP) ## check style (ruff) and types (mypy)
 	$(BIN)/ruff check .

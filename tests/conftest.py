@@ -58,7 +58,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Those of Triton's interpreter are slow and need one core: they begin now."""
-    found = (getattr(item.obj, "in_the_interpreter", None) for item in session.items if isinstance(item, pytest.Function))
-    if interpreted.HAS_TRITON and not session.config.option.collectonly:
-        for file in dict.fromkeys(filter(None, found)):
-            interpreted.start(file)
+    wanted: dict[str, list[str]] = {}
+    for item in session.items:
+        file = getattr(item.obj, "in_the_interpreter", None) if isinstance(item, pytest.Function) else None
+        if file is not None:
+            wanted.setdefault(file, []).append(item.callspec.params["case"])
+    if interpreted.HAS_TRITON and wanted and not session.config.option.collectonly:
+        interpreted.start(wanted)

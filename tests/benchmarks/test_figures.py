@@ -85,6 +85,7 @@ def test_measured_figures_are_those_of_the_files():
     assert figures_data.exposed.__doc__ and figures_data._r2([(0, 1), (1, 3), (2, 5)]) == pytest.approx(1)
 
 
+@pytest.mark.thorough
 def test_the_same_numbers_give_the_same_bytes(tmp_path):
     """(Other releases of matplotlib may draw other bytes.)"""
     once, twice = (figures.drawn(COMMITTED, tmp_path / name) for name in ("a", "b"))

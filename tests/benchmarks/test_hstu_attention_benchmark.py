@@ -26,6 +26,7 @@ def job(what: str) -> str:
     return what + " done"
 
 
+@pytest.mark.thorough
 def test_a_job_that_breaks_its_process_loses_nothing_else():
     from separate_process import Failed, results
 

@@ -19,6 +19,7 @@ import step_gpu_variants  # noqa: E402
 from step_gpu_model import LR, Size, collision_share, exponent_for, lengths_of, plain_update  # noqa: E402
 
 
+@pytest.mark.thorough
 def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     """In this process, so that its ranks are forks of one that has torch loaded."""
     command = ["step_gpu.py", "--device", "cpu", "--quick", "--rounds", "2", "--steps", "2", "--sizes", "8ms"]

@@ -134,10 +134,20 @@ def _exact(groups: Any, make: Any) -> list[str]:
     return wrong
 
 
+def _one_native() -> list[str]:
+    return _exact([{"submodule in place": lambda: Outer(_in_place(Model()))}], lambda step: (batch_of(step),))
+
+
+@pytest.mark.thorough
+def test_a_submodule_that_was_compiled_in_place():
+    assert run_ranks(_one_native, 2) == [[], []]
+
+
 def _native() -> list[str]:
     return _exact(NATIVE, lambda step: (batch_of(step),))
 
 
+@pytest.mark.thorough
 def test_native_tables_however_they_are_compiled():
     assert run_ranks(_native, 2) == [[], []]
 
@@ -164,6 +174,7 @@ def _torchrec() -> list[str]:
     return _exact(TORCHREC, lambda step: trec.batch(step, dist.get_rank(), none=False))
 
 
+@pytest.mark.thorough
 @needs_torchrec
 def test_torchrec_tables_however_they_are_compiled():
     assert run_ranks(_torchrec, 2) == [[], []]
@@ -174,6 +185,7 @@ def _inductor() -> list[str]:
     return _exact([ways], lambda step: (batch_of(step),))
 
 
+@pytest.mark.thorough
 def test_in_place_under_inductor():
     assert run_ranks(_inductor, 2) == [[], []]
 
@@ -218,6 +230,7 @@ def _unseen() -> bool:
     return True
 
 
+@pytest.mark.thorough
 def test_a_lookup_that_the_loader_does_not_see():
     assert run_ranks(_unseen, 2) == [True, True]
 
@@ -319,6 +332,7 @@ def _sentences() -> bool:
     return True
 
 
+@pytest.mark.thorough
 @needs_torchrec
 def test_what_cannot_be_planned_is_named():
     assert run_ranks(_sentences, 2) == [True, True]

@@ -69,6 +69,7 @@ def _start(gbps: float) -> dict:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TORCHREC, reason="needs TorchRec and FBGEMM")
 def test_a_second_start(tmp_path):
     none, one = {"forward": 0, "backward": 0}, {"forward": 1, "backward": 1}

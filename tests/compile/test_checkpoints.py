@@ -98,6 +98,7 @@ def _round_trips(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.thorough
 @needs_torchrec
 def test_every_way_saves_what_every_way_loads(tmp_path):
     assert run_ranks(_round_trips, 2, str(tmp_path)) == [[], []]

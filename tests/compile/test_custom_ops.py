@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -83,5 +84,6 @@ def _an_op_without_a_kernel_for_autograd() -> set[bool]:
     return left_out
 
 
+@pytest.mark.thorough
 def test_an_op_without_a_kernel_for_autograd_keeps_it():
     assert run_ranks(_an_op_without_a_kernel_for_autograd, 1) == [{False}]

@@ -176,6 +176,7 @@ log.info("forward find_exchanges: 0 sites")
 """
 
 
+@pytest.mark.thorough
 def test_a_line_of_the_log_is_printed_once():
     done = subprocess.run(
         [sys.executable, "-c", LOGGED], env={**os.environ, "TORCH_LOGS": "+freescale"}, capture_output=True, text=True

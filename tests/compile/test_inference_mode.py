@@ -86,6 +86,15 @@ def _cases() -> dict[str, str]:
     return said
 
 
+def _one_loop() -> None:
+    compare(between_steps, Training)
+
+
+def test_between_steps():
+    run_ranks(_one_loop, 2)
+
+
+@pytest.mark.thorough
 def test_loops():
     for rank, said in enumerate(run_ranks(_cases, 2)):
         wrong = {name: words for name, words in said.items() if words != "good"}
@@ -131,6 +140,7 @@ def _torchrec() -> bool:
     return True
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TORCHREC, reason="no TorchRec")
 def test_torchrec():
     assert run_ranks(_torchrec, 2) == [True, True]

@@ -124,6 +124,7 @@ def _torchrec() -> bool:
     return True
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ("native", "torchrec"))
 def test_a_loop_keeps_to_its_own_tables(kind):
     if kind == "torchrec" and not HAS_TORCHREC:

@@ -36,6 +36,7 @@ def _one_model_after_the_other():
     return found
 
 
+@pytest.mark.thorough
 def test_each_model_has_its_own():
     for found in run_ranks(_one_model_after_the_other, 2):
         assert found == [(True, 8.0, {77.0}), (False, 16.0, {88.0})]
@@ -72,6 +73,7 @@ def _one_is_strict() -> tuple[str, str]:
     return "no error"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TORCHREC, reason="needs TorchRec and FBGEMM")
 def test_a_refusal_is_an_error_for_the_model_that_is_strict():
     for error in run_ranks(_one_is_strict, 2):

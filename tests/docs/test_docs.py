@@ -173,6 +173,7 @@ def test_the_two_lines_that_install_torchrec():
     ]
 
 
+@pytest.mark.thorough
 def test_a_bad_flag_is_found_before_anything_is_trained():
     """The example's eager half takes as long as the other."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]

@@ -192,8 +192,12 @@ def _one_leaves(how: str, shared: int | None) -> str:
     return "planned"
 
 
-@pytest.mark.parametrize("how, expected", [("dies", "has left"), ("hangs up", "has left"), ("sleeps", "has not answered within 2 s")])
-@pytest.mark.parametrize("shared", [None, 2**20])
+@pytest.mark.parametrize("how, expected", [
+    ("dies", "has left"),
+    pytest.param("hangs up", "has left", marks=pytest.mark.thorough),
+    pytest.param("sleeps", "has not answered within 2 s", marks=pytest.mark.thorough),
+])  # fmt: skip
+@pytest.mark.parametrize("shared", [None, pytest.param(2**20, marks=pytest.mark.thorough)])
 def test_a_rank_that_leaves_is_named(how, expected, shared):
     errors = run_ranks(_one_leaves, 3, how, shared, expect_errors=True)
     # The other rank may have failed first, and left in turn.
@@ -239,6 +243,7 @@ def _unreachable() -> bool:
     return rank_mesh.open_mesh(group) is None
 
 
+@pytest.mark.thorough
 def test_where_ranks_cannot_connect_there_is_no_mesh():
     assert run_ranks(_unreachable, 2) == [True, True]
 

@@ -293,16 +293,23 @@ LARGE = [exchange_plan.Shard(0, 0, 2**32 + 9, 0, 0), exchange_plan.Shard(0, 2**3
 LARGE_IDS = [0, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 2**32 + 8, 2**32 + 9, 2**33 - 1]
 
 
-@given(cases())
-@example(Case(2, [2**33, 7], LARGE, [0, 1], [[[LARGE_IDS[r::2], [6, 6]], [LARGE_IDS[r::3], [r]]] for r in range(3)]))
-@example(Case(2, [6], ROW_WISE, [0], [[[[]], [[]]], [[[]], [[]]]]))  # nobody asks for anything
-@example(Case(2, [6], ROW_WISE, [0], [[[[1, 4, 1]], [[]]], [[[]], [[4, 4, 1]]]]))  # another rank needs the rows next
-@example(Case(2, [6], ROW_WISE, [0], [[[[5]], [[5]]], [[[0]], [[0]]], [[[5]], [[5]]]]))  # in, out and in again
-@example(Case(2, [1], [exchange_plan.Shard(0, 0, 1, 1, 0)], [0, 0], [[[[0], [0, 0]], [[], []]]] * 2))  # a table of one row
-@settings(max_examples=150, deadline=None)
-def test_plans_of_consecutive_batches(case):
-    threads = Threads(case.world, plans=True)
-    threads.run(lambda rank: check(case, threads, rank))
+def plans_of_consecutive_batches(examples):
+    @given(cases())
+    @example(Case(2, [2**33, 7], LARGE, [0, 1], [[[LARGE_IDS[r::2], [6, 6]], [LARGE_IDS[r::3], [r]]] for r in range(3)]))
+    @example(Case(2, [6], ROW_WISE, [0], [[[[]], [[]]], [[[]], [[]]]]))  # nobody asks for anything
+    @example(Case(2, [6], ROW_WISE, [0], [[[[1, 4, 1]], [[]]], [[[]], [[4, 4, 1]]]]))  # another rank needs the rows next
+    @example(Case(2, [6], ROW_WISE, [0], [[[[5]], [[5]]], [[[0]], [[0]]], [[[5]], [[5]]]]))  # in, out and in again
+    @example(Case(2, [1], [exchange_plan.Shard(0, 0, 1, 1, 0)], [0, 0], [[[[0], [0, 0]], [[], []]]] * 2))  # a table of one row
+    @settings(max_examples=examples, deadline=None)
+    def test(case):
+        threads = Threads(case.world, plans=True)
+        threads.run(lambda rank: check(case, threads, rank))
+
+    return test
+
+
+test_plans_of_consecutive_batches = plans_of_consecutive_batches(40)
+test_plans_of_many_consecutive_batches = pytest.mark.thorough(plans_of_consecutive_batches(150))
 
 
 @pytest.mark.parametrize("table", [600, 6_000_000])  # rows are found in a table, or few of many by sorting

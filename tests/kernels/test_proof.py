@@ -169,6 +169,7 @@ def _stands_still():
     return _launch([HostDriver, StandsStill], "auto", SHARED_GPU)
 
 
+@pytest.mark.thorough
 def test_one_that_stands_still_is_replaced_in_time():
     for same, used, _ in run_ranks(_stands_still, 2, timeout=100):
         assert same and used == []
@@ -182,6 +183,7 @@ def _cannot_open():
     return _launch([HostDriver, NoPinnedMemory], "auto", SHARED_GPU)
 
 
+@pytest.mark.thorough
 def test_one_that_does_not_open_on_a_rank_is_replaced_on_every_rank():
     found = run_ranks(_cannot_open, 2, group_timeout=5)
     assert [(same, used) for same, used, _ in found] == [(True, [])] * 2

@@ -243,10 +243,10 @@ def random_segments(device: str) -> None:
     check()
 
 
-def random_segments_of_short_runs(device: str) -> None:
+def random_segments_of_short_runs(device: str, examples: int = 8) -> None:
     from freescale.kernels import row_kernels_triton
 
-    @settings(max_examples=25 if device == "cpu" else 200, deadline=None, database=None)
+    @settings(max_examples=examples if device == "cpu" else 200, deadline=None, database=None)
     @given(st.lists(st.integers(0, 70), max_size=8), st.integers(0, 2**31))
     def check(lengths, seed):
         torch.manual_seed(seed)
@@ -256,6 +256,10 @@ def random_segments_of_short_runs(device: str) -> None:
 
     with runs_of(20):
         check()
+
+
+def many_random_segments_of_short_runs(device: str) -> None:
+    random_segments_of_short_runs(device, 25)
 
 
 CASES = [
@@ -274,7 +278,8 @@ CASES = [
     random_segments,
     random_segments_of_short_runs,
 ]
-test_in_the_interpreter = in_the_interpreter(__file__, CASES)
+INTERPRETED = [*CASES, many_random_segments_of_short_runs]
+test_in_the_interpreter = in_the_interpreter(__file__, INTERPRETED, thorough=(many_random_segments_of_short_runs,))
 test_on_a_gpu = on_a_gpu(CASES)
 
 
@@ -430,4 +435,4 @@ class TestKernelsOnGpu(OnGpu):
 
 
 if __name__ == "__main__":
-    run_cases(CASES)
+    run_cases(INTERPRETED)

@@ -353,7 +353,7 @@ def check_death(kind, device, seconds, limit):
             assert float(said.split("took ")[1].split()[0]) < limit, said
 
 
-@pytest.mark.parametrize("kind", HOST_KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *(pytest.param(k, marks=pytest.mark.thorough) for k in HOST_KINDS[2:])))
 def test_a_rank_that_dies_is_named(kind):
     check_death(kind, "cpu", 8, 20)
 
@@ -378,7 +378,9 @@ def late_rank(kind):
     return True
 
 
-@pytest.mark.parametrize("kind, world", (("memory", 3), ("gloo", 2), ("memory in C", 2)))
+@pytest.mark.parametrize(
+    "kind, world", (("memory", 3), ("gloo", 2), pytest.param("memory in C", 2, marks=pytest.mark.thorough))
+)
 def test_a_late_rank_is_named_after_the_time_out(kind, world):
     for rank, said in enumerate(run_ranks(late_rank, world, kind, expect_errors=True)):
         if rank != 1:

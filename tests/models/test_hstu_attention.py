@@ -167,7 +167,9 @@ CASES = [
     sequences_do_not_see_each_other,
 ]
 INTERPRETED = [*CASES, blocks_of_the_benchmark, what_lies_outside_is_found]
-test_in_the_interpreter = in_the_interpreter(__file__, INTERPRETED)
+test_in_the_interpreter = in_the_interpreter(
+    __file__, INTERPRETED, thorough=(blocks_of_the_benchmark, the_future_is_not_seen, few_and_many_distances)
+)
 test_on_a_gpu = on_a_gpu(CASES)
 
 

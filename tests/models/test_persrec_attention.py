@@ -88,7 +88,7 @@ def nothing_to_compress(device: str) -> None:
 
 
 CASES = [one_segment, several_segments, many_tokens, few_and_many_distances, bfloat16, nothing_to_compress]
-test_in_the_interpreter = in_the_interpreter(__file__, CASES)
+test_in_the_interpreter = in_the_interpreter(__file__, CASES, thorough=(several_segments, few_and_many_distances))
 test_on_a_gpu = on_a_gpu(CASES)
 
 

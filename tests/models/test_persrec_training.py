@@ -34,6 +34,7 @@ def differences(tables: str) -> tuple[float, dict, list[dict]]:
     return train_hstu.worst_difference(losses, expected, model, plain), freescale.report(), loader.balance_stats()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tables", ("native", pytest.param("torchrec", marks=pytest.mark.slow)))
 def test_two_ranks_train_as_eager(tables):
     if tables == "torchrec":

@@ -92,6 +92,7 @@ def check(said: dict, device: str, most: float) -> None:
     assert 0 < said["loss_last"] < 1 and said["max_abs_diff"] < most
 
 
+@pytest.mark.thorough
 def test_without_torchrec(tmp_path):
     check(train(tmp_path, "cpu", OMP_NUM_THREADS="1", FREESCALE_CODEGEN="eager"), "cpu", 1e-5)
 

@@ -17,7 +17,10 @@ import zoo
 from ranks import HAS_TORCHREC, run_ranks
 from repo import ROOT
 
-pytestmark = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+pytestmark = [
+    pytest.mark.thorough,  # (one of the models is trained by the snippets of test_docs.py)
+    pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed"),
+]
 
 FULL = 4
 # (what happens, samples per rank). Rank 1 has none in one step, which eager TorchRec can only take as empty samples.

@@ -73,7 +73,7 @@ class Golden(expecttest.TestCase):
 
     @classmethod
     def setUpClass(cls):
-        cls.fast, cls.slow = run_ranks_apart(_graphs, [(100.0,), (0.001,)])
+        (cls.fast,) = run_ranks_apart(_graphs, [(100.0,)])
 
     def test_before(self):
         self.assertExpectedInline(_schedule(self.fast["backward", "gather_parts"]), """\
@@ -132,6 +132,16 @@ wait_tensor_default
 update__default
 wait_tensor_default_1
 wait_tensor_default_2""")
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(version.torch_version() < "2.13", reason="2.11 and 2.12 number the same nodes differently")
+class GoldenOnASlowLink(expecttest.TestCase):
+    maxDiff = None
+
+    @classmethod
+    def setUpClass(cls):
+        (cls.slow,) = run_ranks_apart(_graphs, [(0.001,)])
 
     def test_slow(self):
         """No bucket stands in front of urgent gradients that are still on the wire."""
@@ -267,6 +277,7 @@ def test_a_graph_without_tables_launches_a_bucket_when_it_is_full(world):
 CALLS = re.compile(r"(all_reduce_launch|all_to_all_launch|wait_tensor|freescale\.update_|extern_kernels\.mm)")
 
 
+@pytest.mark.thorough
 def test_generated_code_keeps_the_order():
     ((_, backward),) = run_ranks_apart(_train, [("inductor", 100.0)])
     lines = (line.split("#")[0] for line in backward[backward.index("def call") :].splitlines())
@@ -278,6 +289,7 @@ def test_generated_code_keeps_the_order():
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_rank_blind():
     def text(found: dict) -> str:
         return found["backward", "overlap_attention"]

@@ -101,5 +101,6 @@ def _trained():
     return two_tables.same(on.train(0.3, 8, wrapped=True), off.train(0.3, 8, wrapped=True))
 
 
+@pytest.mark.thorough
 def test_training_has_the_same_bits():
     assert run_ranks(_trained, 2) == [True, True]

@@ -115,6 +115,7 @@ def _losses_and_cats():
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TORCHREC, reason="needs TorchRec")
 def test_features_that_a_model_joins():
     (((losses, cats), (expected, _)),) = run_ranks(_losses_and_cats, 1)

@@ -20,7 +20,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("n", (1, 20, 9000))
+@pytest.mark.parametrize("n", (*(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 20)), 9000))
 def test_nothing_is_lost(n):
     """What was sent and what is left are the sum of all gradients."""
     torch.manual_seed(0)
@@ -114,7 +114,7 @@ def _ranks_agree(model: nn.Module) -> None:
         assert torch.equal(mine, t)
 
 
-@pytest.mark.parametrize("kind", ("adam", "sgd"))
+@pytest.mark.parametrize("kind", (pytest.param("adam", marks=pytest.mark.thorough), "sgd"))
 def test_checkpoints_hold_what_was_not_sent(kind):
     run_ranks(_checkpoints, 2, kind)
 

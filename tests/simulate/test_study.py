@@ -97,6 +97,7 @@ def test_two_ranks_by_hand(study):
     assert outcome.step_ms <= (wire + lengths + seconds.max()) * 1e3 * 1.001
 
 
+@pytest.mark.thorough
 def test_compute_exposed_and_straggler_are_the_step(study):
     made = study()
     for outcome in made.run_all([*TORCHREC, *freescale_variants()]):
@@ -120,6 +121,7 @@ def test_each_part_does_its_work(study):
     assert after.exposed_ms < pec.exposed_ms < before.exposed_ms
 
 
+@pytest.mark.thorough
 def test_the_same_seed_gives_the_same_figures(study):
     def figures(seed):
         outcomes = _fresh_study(replace(SMALL, seed=seed)).run_all([TORCHREC[0], EVERYTHING])
@@ -128,12 +130,14 @@ def test_the_same_seed_gives_the_same_figures(study):
     assert figures(0) == figures(0) != figures(1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant", (TORCHREC[0], TORCHREC[1], EVERYTHING))
 def test_a_slower_link_is_never_faster(study, variant):
     steps = [study(cluster=replace(H100, between_gb_per_s=s)).run(variant).step_ms for s in (100.0, 25.0, 6.0, 1.5)]
     assert steps == sorted(steps)
 
 
+@pytest.mark.thorough
 def test_where_it_does_not_pay_it_says_so(study):
     short = study(Workload(ranks=8, batch=16, median=10, cap=20, rows=1_000_000))
     outcomes = short.run_all([*TORCHREC, *freescale_variants()])
@@ -171,6 +175,7 @@ def _command(folder: str) -> tuple[int, str]:
     return code, said.getvalue()
 
 
+@pytest.mark.thorough
 def test_the_command(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "c.toml").write_text(to_toml(replace(H100, layers=1, name="mine"), []))

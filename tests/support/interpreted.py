@@ -1,8 +1,9 @@
 """Triton kernels on the CPU, in Triton's interpreter, where each access is checked (bounds_checked.py).
 
 The interpreter must be chosen before Triton is imported, so the cases of a test file run in a process of their own: the
-file itself, as a program (`run_cases`), started once for all of its tests (`in_the_interpreter`) and for all workers of
-pytest-xdist, when pytest has found them: it takes its time while other tests run.
+file itself, as a program (`run_cases`), once for all of its tests (`in_the_interpreter`) and for all workers of
+pytest-xdist. When pytest has found them, one process begins that loads torch and Triton and is forked for each file: it
+takes its time while other tests run.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import contextlib
 import importlib.util
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -32,11 +34,15 @@ needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def in_the_interpreter(file: str, cases: Sequence[Callable[[str], None]]) -> Callable[..., None]:
-    """The test that each case of the file holds there."""
+def in_the_interpreter(
+    file: str, cases: Sequence[Callable[[str], None]], thorough: Collection[Callable[[str], None]] = ()
+) -> Callable[..., None]:
+    """The test that each case of the file holds there. `thorough`: those with that mark."""
 
     @pytest.mark.skipif(not HAS_TRITON, reason="no triton")
-    @pytest.mark.parametrize("case", [case.__name__ for case in cases])
+    @pytest.mark.parametrize(
+        "case", [pytest.param(c.__name__, marks=[pytest.mark.thorough] if c in thorough else []) for c in cases]
+    )
     def test(case: str) -> None:
         said = _outcomes(file)[case]
         assert said == "ok", said
@@ -57,47 +63,75 @@ def on_a_gpu(cases: Sequence[Callable[[str], None]]) -> Callable[..., None]:
     return test
 
 
-def _folder(file: str) -> Path:
-    return session_folder.path() / f"interpreted-{Path(file).stem}"
+def _folder(file: str = "") -> Path:
+    return session_folder.path() / "interpreted" / Path(file).stem
 
 
-def start(file: str) -> None:
-    """Run the cases of a test file in the background, unless another worker has begun."""
-    folder = _folder(file)
+def start(wanted: dict[str, list[str]]) -> None:
+    """Run cases of test files in the background, unless another worker has begun."""
     try:
-        folder.mkdir()
+        _folder().mkdir()
     except FileExistsError:
         return
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
-    script = '"$0" "$1" >out 2>errors; echo $? >code.part; mv code.part code'
-    command = ["sh", "-c", script, sys.executable, os.path.abspath(file)]
-    running = subprocess.Popen(command, env=env, cwd=folder, start_new_session=True)
-    (folder / "pid").write_text(str(running.pid))
+    command = [sys.executable, os.path.abspath(__file__), json.dumps(wanted)]
+    running = subprocess.Popen(command, env=env, cwd=_folder(), start_new_session=True)
+    (_folder() / "pid").write_text(str(running.pid))
 
 
 def stop_all() -> None:
     """What still runs when the tests are over."""
-    for pid in session_folder.path().glob("interpreted-*/pid"):
-        if not (pid.parent / "code").exists():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(int(pid.read_text()), signal.SIGKILL)
+    if (_folder() / "pid").exists() and not (_folder() / "done").exists():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int((_folder() / "pid").read_text()), signal.SIGKILL)
+
+
+def _run_files(wanted: dict[str, list[str]]) -> None:
+    """In the process that `start` starts. On two cores one file after another, so that other tests have the rest."""
+    left, running = list(wanted.items()), {}
+    while left or running:
+        while left and len(running) < max(1, (os.cpu_count() or 1) // 2):
+            file, cases = left.pop(0)
+            _folder(file).mkdir()
+            child = os.fork()
+            if child == 0:
+                _run_file(file, cases)
+            running[child] = file
+        child, status = os.wait()
+        part = _folder(running.pop(child)) / "code.part"
+        part.write_text(str(os.waitstatus_to_exitcode(status)))
+        part.rename(part.with_suffix(""))
+
+
+def _run_file(file: str, cases: list[str]) -> None:
+    for name, descriptor in (("out", 1), ("errors", 2)):
+        os.dup2(os.open(_folder(file) / name, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.argv, code = [file, *cases], 1
+    try:
+        runpy.run_path(file, run_name="__main__")
+        code = 0
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 @cache
 def _outcomes(file: str) -> dict[str, str]:
     """For each case of the test file "ok", or why not."""
-    start(file)
     folder, end = _folder(file), time.monotonic() + 280
     while not (folder / "code").exists():
+        assert not (_folder() / "done").exists() or (folder / "code").exists(), "Triton's interpreter did not begin"
         assert time.monotonic() < end, f"{file} did not finish in Triton's interpreter"
         time.sleep(0.1)
-    assert (folder / "code").read_text() == "0\n", (folder / "errors").read_text()
+    assert (folder / "code").read_text() == "0", (folder / "errors").read_text()
     return json.loads((folder / "out").read_text().splitlines()[-1])
 
 
 def run_cases(cases: Sequence[Callable[[str], None]], check_bounds: bool = True) -> None:
-    """For `_outcomes`; by hand on the GPU, for example under compute-sanitizer.
+    """For `_outcomes`, those that the command names; by hand on the GPU, for example under compute-sanitizer, all.
 
     check_bounds: not for kernels that read addresses from memory, which are none of their arguments.
     """
@@ -107,7 +141,7 @@ def run_cases(cases: Sequence[Callable[[str], None]], check_bounds: bool = True)
     if interpreted and check_bounds:
         bounds_checked.install()
     said = {}
-    for case in cases:
+    for case in (c for c in cases if c.__name__ in sys.argv[1:] or len(sys.argv) == 1):
         chosen = seed()
         try:
             case("cpu" if interpreted else "cuda")
@@ -117,3 +151,13 @@ def run_cases(cases: Sequence[Callable[[str], None]], check_bounds: bool = True)
     print(json.dumps(said))
     if not interpreted:
         sys.exit(any(word != "ok" for word in said.values()))
+
+
+if __name__ == "__main__":
+    try:
+
+        import freescale.kernels.row_kernels  # noqa: F401
+
+        _run_files(json.loads(sys.argv[1]))
+    finally:
+        (_folder() / "done").touch()

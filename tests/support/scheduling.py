@@ -9,41 +9,63 @@ from __future__ import annotations
 # Tests of a file that share an expensive fixture, or that make network interfaces: one after another, in one worker.
 ONE_WORKER = {
     "test_batch_balancer.py": "balancer",
+    # that compile in pytest's own process, where the first time takes ten seconds
+    "test_custom_ops.py": "compiled here",
+    "test_driver.py": "compiled here",
+    "test_find_exchanges.py": "compiled here",
+    "test_gather_parts.py": "compiled here",
     "test_dense_gradients.py": "dense gradients",
-    "test_half_rows.py": "half rows",
     "test_doctor.py": "doctor",
     "test_lookahead.py": "lookahead",
     "test_lookahead_loop.py": "lookahead loop",
     "test_lookahead_random.py": "random",
     "test_meter.py": "meter",
     "test_netlab.py": "network",
+    "test_overlap_attention.py": "overlap",
     "test_packaging.py": "packaging",
     "test_pooled.py": "pooled",
     "test_real_records.py": "records",
     "test_recording.py": "recording",
     "test_study.py": "study",
     "test_torchrec_collection.py": "torchrec collection",
+    "test_torchrec_sizes.py": "torchrec sizes",
     "test_two_hosts.py": "network",
     "test_without_overlap.py": "without overlap",
 }
 # What takes long comes first, so that no worker is left with it at the end.
 LONG = (
-    "test_dense_gradients.py",
+    "test_lookahead.py",
     "test_lookahead_loop.py",
+    "test_torchrec_collection.py",
+    "test_dense_gradients.py",
     "test_zoo.py",
     "test_attach.py",
-    "test_lookahead.py",
-    "test_torchrec_collection.py",
-    "test_pooled.py",
     "test_lookahead_random.py",
+    "test_pooled.py",
     "test_batch_balancer.py",
+    "test_custom_ops.py",
+    "test_driver.py",
+    "test_find_exchanges.py",
+    "test_gather_parts.py",
     "test_split_by_consumer.py",
+    "test_sharded_embedding.py",
+    "test_overlap_attention.py",
     "test_table_types.py",
     "test_lookup_twice.py",
-    "test_sharded_embedding.py",
     "test_inference_mode.py",
     "test_caches.py",
     "test_unused_table.py",
+)
+# What Triton's interpreter does beside the tests (interpreted.py) is waited for at the end.
+LAST = (
+    "test_compression_kernels.py",
+    "test_hstu_attention.py",
+    "test_hstu_benchmark.py",
+    "test_large_tables.py",
+    "test_persrec_attention.py",
+    "test_rounding.py",
+    "test_row_kernels.py",
+    "test_sample_packing.py",
 )
 
 
@@ -54,7 +76,7 @@ def file_of(nodeid: str) -> str:
 def place_of(nodeid: str) -> int:
     """By which to sort tests; within a place they stay as they are."""
     name = file_of(nodeid)
-    return LONG.index(name) if name in LONG else len(LONG)
+    return LONG.index(name) if name in LONG else len(LONG) + (name in LAST)
 
 
 def scheduler(config, log):

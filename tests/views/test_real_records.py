@@ -63,6 +63,7 @@ def trained(tmp_path_factory, cache) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_two_collections(trained):
     found, said, made = shown(trained)
     tables = {name.rpartition(" of ")[2] for name in found["waits"] if " of " in name}
@@ -74,6 +75,7 @@ def test_two_collections(trained):
     assert "kB received per step and rank" in made  # some hundred bytes are not 0.000 MB
 
 
+@pytest.mark.thorough
 def test_graphs_out_of_the_cache(trained, cache, tmp_path):
     """In an empty cache one rank finds nothing and may compile for both; the next run compiles nothing."""
     found, said, made = shown(trained)
@@ -88,6 +90,7 @@ def test_graphs_out_of_the_cache(trained, cache, tmp_path):
     assert timeline.text_timeline(kept) == timeline.text_timeline(records.read(trained).ranks[0].graph)
 
 
+@pytest.mark.thorough
 def test_passes_off(tmp_path):
     """Exchanges are there, waited for and counted, but nobody looked for them in the graph."""
     run_ranks(_train, 2, str(tmp_path), env=env(tmp_path, FREESCALE_PASSES="none"))
@@ -97,6 +100,7 @@ def test_passes_off(tmp_path):
         assert "no passes, so its exchanges were not looked for" in words and "0 exchanges" not in words
 
 
+@pytest.mark.thorough
 def test_a_killed_rank(tmp_path):
     """All of its steps are there, since a second has passed; that it did not end by itself is said, of it alone."""
     with pytest.raises(RankFailed, match="died without a word"):

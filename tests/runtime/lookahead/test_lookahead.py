@@ -64,12 +64,15 @@ def test_same_bits_with_and_without(optimizer, checked):
     _expect_collisions(checked.of(f"exact, {optimizer}"))
 
 
-@slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world, steps", (
+    pytest.param(2, 60, marks=pytest.mark.thorough),
+    pytest.param(2, 200, marks=slow),
+    pytest.param(4, 200, marks=slow),
+))  # fmt: skip
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_same_bits_with_and_without_for_long(optimizer, world):
-    _expect_collisions(run_ranks(_exact, world, optimizer, 200, 33, timeout=550))
+def test_same_bits_with_and_without_for_long(optimizer, world, steps):
+    _expect_collisions(run_ranks(_exact, world, optimizer, steps, steps // 6, timeout=550))
 
 
 def _subsets() -> list[str]:
@@ -100,9 +103,11 @@ def test_every_subset_of_passes_gives_the_same_bits(optimizer):
     assert run_ranks(_every_subset, 2, optimizer, timeout=550) == [[], []]
 
 
-def _inductor():
-    plain = Trainer("sgd", "none", "inductor").train(0.3, 30, wrapped=False)
-    trained = Trainer("sgd", "all", "inductor")
+def _inductor(codegen: str):
+    """Against the same without passes and look-ahead, by the same code generation or without any."""
+    reference = trainer("none") if codegen == "eager" else Trainer("rowwise_adagrad", "none", codegen)
+    plain = reference.use("sgd").train(0.3, 30, wrapped=False)
+    trained = Trainer("rowwise_adagrad", "all", "inductor").use("sgd")
     ahead = trained.train(0.3, 30, wrapped=True)
     worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(ahead[0], plain[0], strict=True))
     for name, value in plain[1].items():
@@ -111,8 +116,14 @@ def _inductor():
     return worst, trained.compilations
 
 
-def test_inductor_agrees():
-    for worst, compiled in run_ranks(_inductor, 2):
+def test_inductor_agrees(checked):
+    for worst, compiled in checked.of("inductor"):
+        assert worst <= 1e-6 and compiled == 1, worst
+
+
+@pytest.mark.thorough
+def test_inductor_agrees_with_itself():
+    for worst, compiled in run_ranks(_inductor, 2, "inductor"):
         assert worst <= 1e-6 and compiled == 1
 
 
@@ -193,10 +204,11 @@ def _bytes_on_the_wire():
 
 
 CHECKS = {
-    **{f"exact, {optimizer}": partial(_exact, optimizer, 60, 10) for optimizer in OPTIMIZERS},
+    **{f"exact, {optimizer}": partial(_exact, optimizer, 16, 4) for optimizer in OPTIMIZERS},
     "delayed": _delayed,
     "stop": _stop,
     "bytes on the wire": _bytes_on_the_wire,
+    "inductor": partial(_inductor, "eager"),
 }
 
 
@@ -224,35 +236,37 @@ def test_bytes_on_the_wire_follow_the_law(checked):
     assert exposed < 0.75 * synchronous
 
 
+TWO_LAYOUTS = (("row_wise", "adagrad"), ("mixed", "rowwise_adagrad"))
 EVERY_LAYOUT = tuple(itertools.product(("row_wise", "mixed"), ("sgd", "adagrad", "rowwise_adagrad")))
 
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
-@pytest.mark.parametrize("world, layouts", (
-    (2, (("row_wise", "adagrad"), ("mixed", "rowwise_adagrad"))),
-    pytest.param(2, EVERY_LAYOUT, marks=slow),
-    pytest.param(4, EVERY_LAYOUT, marks=slow),
-), ids=("2-two", "2-all", "4-all"))  # fmt: skip
+@pytest.mark.parametrize("world, layouts, small", (
+    (2, TWO_LAYOUTS, True),
+    pytest.param(2, TWO_LAYOUTS, False, marks=pytest.mark.thorough),
+    pytest.param(2, EVERY_LAYOUT, False, marks=slow),
+    pytest.param(4, EVERY_LAYOUT, False, marks=slow),
+), ids=("2-two-small", "2-two", "2-all", "4-all"))  # fmt: skip
 @pytest.mark.timeout(600)
-def test_torchrec_tables_with_look_ahead(world, layouts):
-    for found in run_ranks(_torchrec, world, layouts, timeout=550):
+def test_torchrec_tables_with_look_ahead(world, layouts, small):
+    for found in run_ranks(_torchrec, world, layouts, small, timeout=550):
         assert found["bits"] and found["eager"] <= 1e-6 and found["compilations"] <= 2, found
 
 
-def _torchrec(layouts):
+def _torchrec(layouts, small):
     import freescale
     import freescale.backend as backend
 
     found = {"bits": True, "eager": 0.0, "compilations": 0}
     for layout, optimizer in layouts:
         none = layout != "mixed"
-        eager = trec.build(layout, optimizer)
+        eager = trec.build(layout, optimizer, small=small)
         expected = trec.train(eager, eager, 20, none=none)
         runs = []
         for wrapped in (False, True):
             torch._dynamo.reset()
             backend.COMPILED.clear()
-            model = trec.build(layout, optimizer)
+            model = trec.build(layout, optimizer, small=small)
             run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager"})
             batches = [trec.batch(step, dist.get_rank(), none=none) for step in range(20)]
             loader = freescale.LookaheadLoader(batches, run) if wrapped else batches

@@ -538,17 +538,19 @@ class Sample:
     names: list[str]
 
 
-def _torchrec() -> bool:
+def _torchrec(small: bool) -> bool:
     import freescale
 
     def batches(steps: int, first: int = 0) -> list[Sample]:
         found = [trec.batch(t, dist.get_rank()) for t in range(first, first + steps)]
         return [Sample(kjt, weight, ["u"] * i) for i, (kjt, weight) in enumerate(found)]
 
+    model = trec.build("mixed", "rowwise_adagrad", small=small)
+    run = torch.compile(model, backend="freescale", options={"codegen": "eager", "strict": True})
+    beginning = trec.snapshot(model), trec.optimizer_state(model)
+
     def loop(wrapped: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        torch._dynamo.reset()
-        model = trec.build("mixed", "rowwise_adagrad")
-        run = torch.compile(model, backend="freescale", options={"codegen": "eager", "strict": True})
+        trec.put_back(model, *beginning)
         dense = [p for n, p in model.named_parameters() if not hasattr(p, "_in_backward_optimizers")]
         optimizer = torch.optim.SGD(dense, lr=0.05)
         seen: list[Any] = []
@@ -592,5 +594,6 @@ def _torchrec() -> bool:
 
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="no TorchRec")
-def test_torchrec_and_dataclass_batches():
-    assert run_ranks(_torchrec, 2) == [True, True]
+@pytest.mark.parametrize("small", (True, pytest.param(False, marks=pytest.mark.thorough)), ids=("two tables", "all"))
+def test_torchrec_and_dataclass_batches(small):
+    assert run_ranks(_torchrec, 2, small) == [True, True]

@@ -95,6 +95,7 @@ def _without_shared_memory(closes_early):
     return two_tables.same(result, in_common), gathers.call_count, error
 
 
+@pytest.mark.thorough
 def test_a_loop_without_shared_memory():
     """The same training; what each rank says is gathered where they differ alone: at the end, never in a step."""
     for rank, (same, gathers, error) in enumerate(run_ranks(_without_shared_memory, 2, True)):

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 
+import pytest
 import torch.distributed as dist
 
 from freescale.runtime.lookahead import rank_status, status_board
@@ -62,6 +63,7 @@ def test_a_rank_that_dies_is_missed_at_once():
     assert "rank 1 is gone" in first + third and "all came" not in first + third
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_late_hears_that_the_others_have_gone():
     first, late, third = run_ranks(_stays_away, 3, "is late")
     assert "rank 1 has not come" in (first, third) and {first, third} <= {"rank 1 has not come", "rank 0 is gone", "rank 2 is gone"}
@@ -83,5 +85,6 @@ def _over_memory() -> list[float]:
     return t.losses
 
 
+@pytest.mark.thorough
 def test_without_shared_memory_the_ranks_gather_over_sockets():
     assert run_ranks(_over_sockets, 2) == run_ranks(_over_memory, 2)

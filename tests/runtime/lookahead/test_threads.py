@@ -88,6 +88,7 @@ def _slow_at_the_end() -> bool:
     return True
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_slow_at_the_end_of_a_loop_fails_nobody():
     assert run_ranks(_slow_at_the_end, 2) == [True, True]
 
@@ -117,6 +118,7 @@ def _stops(during: str) -> None:
             os.kill(pids[1], signal.SIGKILL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("during", ("load", "step"))
 def test_a_rank_that_stops_is_an_error_on_the_others(during):
     said = run_ranks(_stops, 3, during, timeout=150, group_timeout=8, expect_errors=True)
@@ -219,6 +221,7 @@ def _planning_is_stuck() -> bool:
     return True
 
 
+@pytest.mark.thorough
 def test_planning_that_is_stuck_ends_with_the_time_out():
     assert run_ranks(_planning_is_stuck, 1, group_timeout=1, env={"FREESCALE_TIMEOUT": "1"}) == [True]
 

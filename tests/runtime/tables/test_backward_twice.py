@@ -190,6 +190,7 @@ def _torchrec(codegen: str) -> tuple[bool, float]:
     return bits, max(float((wrapped[n] - eager[n]).abs().max() / eager[n].abs().max()) for n in names)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TORCHREC, reason="no TorchRec")
 @pytest.mark.parametrize("codegen", ("eager", pytest.param("inductor", marks=pytest.mark.slow)))
 def test_torchrec_updates_once_per_backward(codegen):

@@ -75,9 +75,9 @@ def _trains_like_a_small_one(sharding, optimizer, ahead, native):
 
 
 @pytest.mark.parametrize("sharding, optimizer, ahead, native", (
-    ("row_wise", "rowwise_adagrad", True, True),
-    ("table_wise", "sgd", True, True),
-    ("table_wise", "rowwise_adagrad", False, False),
+    pytest.param("row_wise", "rowwise_adagrad", True, True, marks=pytest.mark.thorough),
+    pytest.param("table_wise", "sgd", True, True, marks=pytest.mark.thorough),
+    pytest.param("table_wise", "rowwise_adagrad", False, False, marks=pytest.mark.thorough),
     pytest.param("row_wise", "sgd", True, False, marks=pytest.mark.slow),
 ))  # fmt: skip
 def test_trains_like_a_small_table(sharding, optimizer, ahead, native):

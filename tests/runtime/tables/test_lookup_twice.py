@@ -160,8 +160,13 @@ def _refused_torchrec(codegen: str, fullgraph: bool, same: bool, good: int) -> N
     assert all(torch.equal(v, ends[1][k]) for k, v in ends[0].items())
 
 
-def _all_native() -> bool:
+def _some_native() -> bool:
     _native()
+    _refused_native("eager", True, 0)
+    return True
+
+
+def _all_native() -> bool:
     for codegen, fullgraph, good in (("eager", True, 3), ("eager", False, 3), ("inductor", False, 0)):
         _refused_native(codegen, fullgraph, good)
     return True
@@ -177,9 +182,15 @@ def _all_torchrec() -> float:
 
 
 def test_native_tables():
+    assert run_ranks(_some_native, 2, env={"FREESCALE_TIMEOUT": "20"}) == [True, True]
+
+
+@pytest.mark.thorough
+def test_native_tables_in_other_graphs():
     assert run_ranks(_all_native, 2, env={"FREESCALE_TIMEOUT": "20"}) == [True, True]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TORCHREC, reason="no TorchRec")
 def test_torchrec_tables():
     for off in run_ranks(_all_torchrec, 2, env={"FREESCALE_TIMEOUT": "20"}):

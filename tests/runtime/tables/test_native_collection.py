@@ -61,12 +61,13 @@ def _batch(step, rank):
     }
 
 
-def _train(model_class, optimizer, look_ahead):
+def _train(model_class, optimizer, look_ahead, compiled=True):
     import freescale
 
     torch.manual_seed(1)
     model = model_class(optimizer, torch.float64)
-    model.compile(backend="freescale", options={"codegen": "eager"}, fullgraph=True)
+    if compiled:
+        model.compile(backend="freescale", options={"codegen": "eager"}, fullgraph=True)
     batches = [_batch(step, dist.get_rank()) for step in range(5)]
     losses = []
     if look_ahead:
@@ -84,11 +85,12 @@ def _train(model_class, optimizer, look_ahead):
     return losses, model
 
 
-def _same_training(optimizer):
+def _same_training(optimizer, ways=(True, False), compiled=True):
+    """`ways`: with look-ahead, without. `compiled`: the tables apart, too."""
     from freescale.runtime.lookahead.model_tables import exchanges_of
 
-    expected, apart = _train(Apart, optimizer, look_ahead=False)
-    for look_ahead in (True, False):
+    expected, apart = _train(Apart, optimizer, False, compiled)
+    for look_ahead in ways:
         losses, together = _train(Together, optimizer, look_ahead)
         assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=0, atol=1e-12), (losses, expected)
         assert (len(exchanges_of(apart)), len(exchanges_of(together))) == (3, 1)
@@ -100,6 +102,11 @@ def _same_training(optimizer):
     return losses == with_look_ahead
 
 
+def test_the_same_training_as_with_tables_apart_that_are_not_compiled():
+    assert run_ranks(_same_training, 2, "rowwise_adagrad", (True,), False) == [True, True]
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ("sgd", "rowwise_adagrad"))
 def test_the_same_training_as_with_tables_apart(optimizer):
     assert run_ranks(_same_training, 2, optimizer) == [True, True]

@@ -70,6 +70,7 @@ def _against_eager() -> tuple[float, bool, Counter]:
     return _difference(plain, expected), same, graphs
 
 
+@pytest.mark.thorough
 def test_equals_eager_torchrec(checked):
     for difference, same, graphs in checked.of("against eager"):
         assert difference <= 1e-6 and same
@@ -98,6 +99,7 @@ def _balanced() -> float:
     return _difference((totals[1].tolist(), balanced[1]), (totals[0].tolist(), plain[1]))
 
 
+@pytest.mark.thorough
 def test_balance(checked):
     assert max(checked.of("balance")) <= 2e-6
 
@@ -118,6 +120,7 @@ def _checkpoint() -> float:
     return _difference(([1.0], found), ([1.0], expected))
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_torchrec_s(checked):
     assert max(checked.of("checkpoint")) <= 1e-6
 
@@ -140,6 +143,7 @@ def _missing_weight(ahead: bool) -> str:
     return f"{caught.value}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ahead", (False, True), ids=("plain", "ahead"))
 def test_weights_of_another_length_are_an_error_on_every_rank(ahead, checked):
     for error in checked.of(f"weights, ahead: {ahead}"):
@@ -157,6 +161,7 @@ def _bad_id() -> str:
     return str(caught.value)
 
 
+@pytest.mark.thorough
 def test_an_id_outside_its_table_is_an_error_on_every_rank(checked):
     for error in checked.of("id"):
         assert "rank 1: id 4711 is outside table 'liked' (feature 'liked')" in error
@@ -199,6 +204,7 @@ def _bytes() -> tuple[int, int, int, int]:
     return theirs, urgent + sum(s["bytes_early"] + s["bytes_late"] for s in stats), urgent, more
 
 
+@pytest.mark.thorough
 def test_bags_that_share_rows_send_less_than_eager_torchrec(checked):
     for theirs, ours, urgent, more in checked.of("bytes"):
         assert 0 < urgent <= ours < theirs and more < 0, (theirs, ours, urgent, more)
@@ -266,6 +272,12 @@ def _other_shardings(pooling: dict[str, str], kinds: dict[str, str]) -> tuple[fl
     eager, plain, ahead = results
     same = plain[0] == ahead[0] and all(torch.equal(v, ahead[1][k]) for k, v in plain[1].items())
     return _difference(plain, eager), same
+
+
+def test_sums_beside_means():
+    pooling, kinds = {"a": "SUM", "b": "MEAN"}, {"a": "row_wise", "b": "table_wise"}
+    for difference, same in run_ranks(_other_shardings, 2, pooling, kinds):
+        assert difference <= 1e-6 and same
 
 
 @pytest.mark.slow

@@ -244,6 +244,57 @@ def _hold(outcomes: list[dict[str, Any]]) -> None:
         assert found["graphs"] == {"forward": 1, "backward": 1}
 
 
+class OneTable(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchrec import EmbeddingCollection, EmbeddingConfig
+
+        table = EmbeddingConfig(name="tag", num_embeddings=30, embedding_dim=8, feature_names=["tag"])
+        self.tags = EmbeddingCollection(tables=[table], device=torch.device("cpu"))
+        self.dense = torch.nn.ParameterList([torch.linspace(0.5, 2.0, 8)])
+
+    def forward(self, features: Any, weight: torch.Tensor) -> torch.Tensor:
+        return (self.tags(features)["tag"].values() * self.dense[0]).square().sum() * weight
+
+
+def _one_table(steps: int = 8) -> float:
+    """The largest difference of a row with look-ahead, relative to the largest number of the table."""
+    from torchrec import KeyedJaggedTensor
+
+    import freescale
+
+    def ids(step: int, rank: int) -> torch.Tensor:
+        return torch.randint(0, 30, (9,), generator=torch.Generator().manual_seed(10 * step + rank))
+
+    def batch(step: int) -> tuple[Any, torch.Tensor]:
+        lengths = torch.tensor([4, 0, 5])
+        return KeyedJaggedTensor(["tag"], ids(step, dist.get_rank()), lengths=lengths), torch.tensor(1.0)
+
+    adam_on_cpu.allow()
+    torch.manual_seed(0)
+    model = trec.shard(OneTable(), {"tag": "row_wise"}, "adam", **ADAM, weight_decay=0.1)
+    run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager", "strict": True})
+    world, table = dist.get_world_size(), _whole_tables(model)["tag"].double()
+    beginning, states = table.clone(), (torch.zeros_like(table), torch.zeros_like(table))
+    trec.train_on(model, run, freescale.LookaheadLoader([batch(step) for step in range(steps)], run), lr=0.0)
+    scale = torch.linspace(0.5, 2.0, 8).double()
+    for step in range(steps):
+        grad, seen = torch.zeros_like(table), torch.zeros(30, dtype=torch.bool)
+        for looked_up in (ids(step, rank) for rank in range(world)):
+            grad.index_add_(0, looked_up, 2 * table[looked_up] * scale.square() / world)
+            seen[looked_up] = True
+        _adam(table, grad, seen, states, step + 1, 0.1 / (1 + step % 7), 0.1, 8, False)
+    found = _tables(model)["tag"]
+    mine = ~found.isnan()
+    assert mine.any() and not torch.equal(table, beginning)
+    return float((found[mine] - table[mine]).abs().max() / table.abs().max())
+
+
+def test_adam_of_one_table_as_plain_torch():
+    assert max(run_ranks(_one_table, 2)) <= 1e-6
+
+
+@pytest.mark.thorough
 def test_adam_as_plain_torch_with_look_ahead_without_and_after_a_restart():
     _hold(run_ranks(_check, 2, "adam", 0.1, timeout=600))
 

@@ -30,22 +30,24 @@ def _compiled(model, **kwargs):
 
 
 @lru_cache(maxsize=1)  # the next one resets Dynamo (no defaults: it tells calls apart by how they are written)
-def _trained(layout: str, optimizer: str, ddp: bool, codegen: str) -> tuple[Any, Any, Any]:
+def _trained(layout: str, optimizer: str, ddp: bool, codegen: str, small: bool) -> tuple[Any, Any, Any]:
     """Of this rank: a model, the same compiled, and its beginning."""
     import freescale.backend as backend
 
     backend.COMPILED.clear()
-    model = trec.build(layout, optimizer, ddp)
+    model = trec.build(layout, optimizer, ddp, small=small)
     run = _compiled(model, fullgraph=not ddp, options={"codegen": codegen, "strict": True})
     return model, run, (trec.snapshot(model), trec.optimizer_state(model))
 
 
-def _against_eager(layout: str, optimizer: str, ddp: bool = False, codegen: str = "eager") -> float:
+def _against_eager(
+    layout: str, optimizer: str, ddp: bool = False, codegen: str = "eager", small: bool = False
+) -> float:
     """Largest relative difference to eager TorchRec."""
     none = layout != "mixed"
-    eager = trec.build(layout, optimizer, ddp)
+    eager = trec.build(layout, optimizer, ddp, small=small)
     expected = trec.train(eager, eager, STEPS, none=none)
-    model, run, beginning = _trained(layout, optimizer, ddp, codegen)
+    model, run, beginning = _trained(layout, optimizer, ddp, codegen, small)
     trec.put_back(model, *beginning)
     losses = trec.train(model, run, STEPS, none=none)
     a, b = trec.snapshot(model), trec.snapshot(eager)
@@ -70,11 +72,19 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", ("row_wise", "table_wise", "mixed"))
 def test_equals_eager_torchrec(layout, optimizer, checked):
+    """All tables with one of the optimizers, two with the other."""
     assert max(checked.of(f"{layout}, {optimizer}")) <= 1e-6
 
 
-def test_column_wise_tables_equal_eager_torchrec(checked):
-    assert max(checked.of("column_wise, rowwise_adagrad")) <= 1e-6
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ("row_wise", "table_wise", "mixed"))
+def test_all_tables_equal_eager_torchrec(layout):
+    assert max(run_ranks(_against_eager, 2, layout, "rowwise_adagrad")) <= 1e-6
+
+
+@pytest.mark.thorough
+def test_column_wise_tables_equal_eager_torchrec():
+    assert max(run_ranks(_against_eager, 2, "column_wise", "rowwise_adagrad")) <= 1e-6
 
 
 @slow
@@ -84,16 +94,17 @@ def test_equals_eager_torchrec_on_four_ranks(layout):
         assert max(found.values()) <= 1e-6, found
 
 
-def test_equals_eager_torchrec_under_inductor_with_ddp():
-    for found in run_ranks(_every_optimizer, 2, "mixed", True, "inductor"):
+@pytest.mark.parametrize("small", (True, pytest.param(False, marks=pytest.mark.thorough)), ids=("two tables", "all"))
+def test_equals_eager_torchrec_under_inductor_with_ddp(small):
+    for found in run_ranks(_every_optimizer, 2, "mixed", True, "inductor", small):
         assert max(found.values()) <= 1e-6, found
 
 
-def _replicated_against_sharded() -> float:
+def _replicated_against_sharded(small: bool = True) -> float:
     """A table that is data-parallel or row-wise learns the same (eager TorchRec cannot train the former on CPU)."""
     tables = []
     for layout in ("row_wise", "mixed"):
-        model, run, beginning = _trained(layout, "sgd", True, "eager")
+        model, run, beginning = _trained(layout, "sgd", True, "eager", small)
         trec.put_back(model, *beginning)
         for group in model.fused_optimizer.param_groups:
             group["lr"] = 0.1
@@ -104,7 +115,7 @@ def _replicated_against_sharded() -> float:
     shard = next(v for n, v in sharded.items() if "user" in n)
     block = -(-trec.USERS // dist.get_world_size())
     mine = replicated[name][dist.get_rank() * block :][: shard.shape[0]]
-    fresh = trec.snapshot(trec.build("mixed", "sgd"))[name]
+    fresh = trec.snapshot(trec.build("mixed", "sgd", small=small))[name]
     assert not torch.equal(fresh, replicated[name])
     return _relative(mine, shard)
 
@@ -113,13 +124,13 @@ def test_data_parallel_tables_are_averaged(checked):
     assert max(checked.of("data-parallel tables")) <= 1e-6
 
 
-def _fifty_batches(ddp: bool):
+def _fifty_batches(ddp: bool, small: bool):
     from torch._dynamo.utils import counters
 
     import freescale.backend as backend
     from freescale.driver import REPORT
 
-    model, run, _ = _trained("row_wise", "sgd", ddp, "eager")
+    model, run, _ = _trained("row_wise", "sgd", ddp, "eager", small)
     counters["graph_break"].clear()
 
     def counts() -> tuple[Counter[str], Counter[str]]:
@@ -136,7 +147,11 @@ def _fifty_batches(ddp: bool):
 @pytest.mark.parametrize("ddp", (False, True), ids=("alone", "ddp"))
 def test_fifty_batches_take_one_compilation(ddp, checked):
     """Random lengths, empty histories, ranks without samples. And one more for all batches of one sample."""
-    for compiled, graphs, exchanges, breaks, with_one_sample in checked.of(f"fifty batches, DDP: {ddp}"):
+    _expect_one_compilation(checked.of(f"fifty batches, DDP: {ddp}"))
+
+
+def _expect_one_compilation(ranks):
+    for compiled, graphs, exchanges, breaks, with_one_sample in ranks:
         assert compiled == [1] and with_one_sample == [2]
         assert graphs == {"forward": 1, "backward": 1} and exchanges == {"forward": 1, "backward": 1}
         assert breaks == []
@@ -154,18 +169,17 @@ def _no_checkpoint_after_a_failed_transfer(model):
     open_transports._open.clear()
 
 
-def _checkpoints():
+def _checkpoints(small: bool = True):
     """eager -> compiled -> eager by TorchRec's own state_dict, against ten eager steps without a stop."""
-    whole = trec.build("row_wise", "rowwise_adagrad")
+    whole = trec.build("row_wise", "rowwise_adagrad", small=small)
     trec.train(whole, whole, 9)
-    first = trec.build("row_wise", "rowwise_adagrad")
+    first = trec.build("row_wise", "rowwise_adagrad", small=small)
     trec.train(first, first, 3)
-    second = trec.build("row_wise", "rowwise_adagrad")
+    second, run, _ = _trained("row_wise", "rowwise_adagrad", False, "eager", small)
     second.load_state_dict(first.state_dict())
     second.fused_optimizer.load_state_dict(first.fused_optimizer.state_dict())
-    run = _compiled(second, fullgraph=True, options={"codegen": "eager"})
     trec.train(second, run, 3, first=3)
-    third = trec.build("row_wise", "rowwise_adagrad")
+    third = trec.build("row_wise", "rowwise_adagrad", small=small)
     third.load_state_dict(second.state_dict())
     third.fused_optimizer.load_state_dict(second.fused_optimizer.state_dict())
     assert first.state_dict().keys() == second.state_dict().keys() == third.state_dict().keys()
@@ -180,6 +194,14 @@ def _checkpoints():
 
 def test_checkpoints_go_both_ways(checked):
     assert max(checked.of("checkpoints")) <= 1e-6
+
+
+@pytest.mark.thorough
+def test_all_tables_with_ddp_and_in_checkpoints():
+    """As two of them above."""
+    _expect_one_compilation(run_ranks(_fifty_batches, 2, True, False))
+    assert max(run_ranks(_replicated_against_sharded, 2, False)) <= 1e-6
+    assert max(run_ranks(_checkpoints, 2, False)) <= 1e-6
 
 
 def _fall_back(layout: str, strict: bool | None, optimizer: str = "sgd", fused: dict[str, Any] | None = None):
@@ -255,7 +277,7 @@ def test_weighted_features_are_left_to_torchrec(checked):
 
 
 def _bad_id(feature: str, value: int) -> str:
-    model, run, beginning = _trained("mixed", "sgd", False, "eager")
+    model, run, beginning = _trained("mixed", "sgd", False, "eager", False)
     trec.put_back(model, *beginning)
     trec.train(model, run, 1, none=False)
     kjt, weight = trec.batch(1, dist.get_rank(), none=False)
@@ -278,18 +300,17 @@ def test_an_id_outside_its_table_is_an_error_on_every_rank(feature, table, value
 
 # Those that share a model are neighbours.
 CHECKS = {
-    "fifty batches, DDP: False": partial(_fifty_batches, False),
+    "fifty batches, DDP: False": partial(_fifty_batches, False, False),
     "row_wise, sgd": partial(_against_eager, "row_wise", "sgd"),
-    "row_wise, rowwise_adagrad": partial(_against_eager, "row_wise", "rowwise_adagrad"),
+    "row_wise, rowwise_adagrad": partial(_against_eager, "row_wise", "rowwise_adagrad", small=True),
+    "checkpoints": _checkpoints,
     "table_wise, sgd": partial(_against_eager, "table_wise", "sgd"),
-    "table_wise, rowwise_adagrad": partial(_against_eager, "table_wise", "rowwise_adagrad"),
-    "column_wise, rowwise_adagrad": partial(_against_eager, "column_wise", "rowwise_adagrad"),
-    "mixed, rowwise_adagrad": partial(_against_eager, "mixed", "rowwise_adagrad"),
+    "table_wise, rowwise_adagrad": partial(_against_eager, "table_wise", "rowwise_adagrad", small=True),
+    "mixed, rowwise_adagrad": partial(_against_eager, "mixed", "rowwise_adagrad", small=True),
     "mixed, sgd": partial(_against_eager, "mixed", "sgd"),
     **{f"id {value} of {feature}": partial(_bad_id, feature, value) for feature, _, value in BAD_IDS},
-    "fifty batches, DDP: True": partial(_fifty_batches, True),
+    "fifty batches, DDP: True": partial(_fifty_batches, True, True),
     "data-parallel tables": _replicated_against_sharded,
-    "checkpoints": _checkpoints,
     **{name: partial(_fall_back, "row_wise", False, *rest) for name, (_, *rest) in LEFT.items()},
     "weighted": _weighted,
 }

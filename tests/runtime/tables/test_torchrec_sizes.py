@@ -41,15 +41,21 @@ def _graphs_and_error():
     return texts, error
 
 
-def test_no_size_is_read_back():
-    ((texts, error),) = run_ranks(_graphs_and_error, 1)
+@pytest.fixture(scope="module")
+def graphs_and_error():
+    (found,) = run_ranks(_graphs_and_error, 1)
+    return found
+
+
+def test_no_size_is_read_back(graphs_and_error):
+    texts, error = graphs_and_error
     assert "_local_scalar_dense(" not in texts["forward"] + texts["backward"]
     assert "lengths of a KeyedJaggedTensor miss its values" in error
 
 
-def test_sizes_of_many_keys_are_no_longer_than_those_of_few():
+def test_sizes_of_many_keys_are_no_longer_than_those_of_few(graphs_and_error):
     """What keys in a row have together is a difference of two sizes, and where all are joined again, one size."""
-    ((texts, _),) = run_ranks(_graphs_and_error, 1)
+    texts, _ = graphs_and_error
     sizes = re.findall(r"float32\[([^,\]]*), 8\]", texts["forward"] + texts["backward"])
     assert len(sizes) > 10 and max(size.count("s") for size in sizes) <= 2
 
@@ -86,6 +92,7 @@ def _caches_fakes(features):
     return mode.cache_enabled
 
 
+@pytest.mark.thorough
 def test_where_each_of_many_features_has_a_size_of_its_own_no_fake_is_kept():
     assert run_ranks(_caches_fakes, 1, 2) == [True]
     assert run_ranks(_caches_fakes, 1, 16) == [False]
@@ -123,6 +130,7 @@ def _two_collections_of_one_kjt() -> float:
     return abs(float(loss.detach()) - expected)
 
 
+@pytest.mark.thorough
 def test_generated_code_of_collections_that_share_a_kjt():
     """Each reads the lengths. Were these one node of the graph, sizes of the second collection would be unknown."""
     assert max(run_ranks(_two_collections_of_one_kjt, 1)) <= 1e-6
@@ -162,6 +170,7 @@ def _guards_of_sizes():
     return [part for part in code if part.count("slots[") > 1]
 
 
+@pytest.mark.thorough
 def test_no_guard_compares_slots():
     """They grow, whatever the batch: a plan's sizes make neither recompilations nor checks in each step."""
     assert run_ranks(_guards_of_sizes, 1) == [[]]

@@ -75,6 +75,7 @@ def _differences(together: bool) -> list[float]:
 
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+@pytest.mark.thorough
 @pytest.mark.parametrize("together", (False, True))
 def test_tables_that_the_loss_does_not_depend_on(together):
     for worst in run_ranks(_differences, 2, together):
