@@ -521,6 +521,7 @@ def ended(tmp_path_factory) -> dict[str, tuple[int, str]]:
     return dict(zip(LAST, zip(json.loads(done.stdout), said, strict=True), strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("last", LAST)
 def test_a_process_with_an_open_loop_ends(last, ended):
     code, said = ended[last]

@@ -193,6 +193,7 @@ def _both_ways():
     return sorted(ahead[2])
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
 def test_collections_of_different_width_and_a_native_table_at_once():
     for names in run_ranks(_both_ways, 2):

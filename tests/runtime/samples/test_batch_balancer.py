@@ -338,6 +338,7 @@ def losses_of(model, run, loader, handed) -> list[float]:
     return trec.train_on(model, run, noted(), lr=0.0)  # there is no DDP here: the dense part stays as it is
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
 def test_torchrec_batches():
     """Table rows agree with unbalanced training; with look-ahead the bits of training on the same balanced batches."""
