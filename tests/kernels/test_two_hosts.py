@@ -44,6 +44,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(netlab.why_not() is not None, reason=str(netlab.why_not()))
 def test_ranks_that_share_no_memory_send_over_the_network(tmp_path):
     program, result = tmp_path / "rank.py", str(tmp_path / "result")

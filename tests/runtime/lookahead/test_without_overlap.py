@@ -27,6 +27,10 @@ def _loops() -> None:
         compare(loop, WithoutOverlap)
 
 
+def _epochs() -> None:
+    compare(LOOPS[0], WithoutOverlap)
+
+
 def _two_tables() -> None:
     """With a schedule of learning rates. From loop to loop it can be changed."""
     trainer = Trainer("rowwise_adagrad")
@@ -65,7 +69,7 @@ def _ranks_differ() -> None:
         training.step(batch)
 
 
-CHECKS = {check.__name__.strip("_"): check for check in (_two_tables, _launches, _ranks_differ)}
+CHECKS = {check.__name__.strip("_"): check for check in (_epochs, _launches, _ranks_differ)}
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +83,9 @@ def test_without_overlap(name, checked):
 
 
 @pytest.mark.thorough
-def test_loops_without_overlap():
-    run_ranks(_loops, 2)
+@pytest.mark.parametrize("check", (_loops, _two_tables))
+def test_more_without_overlap(check):
+    run_ranks(check, 2)
 
 
 def _torchrec(layout: str) -> bool:
