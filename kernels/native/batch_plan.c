@@ -1,6 +1,6 @@
 /* All of planning for a batch, with the other ranks, without Python: what exchange_plan.py and row_requests.py define.
  *
- * A batch is planned in two steps. fs_request_batch groups its ids and tells all ranks how many rows it requests from
+ * A batch is planned in two steps. request_batch groups its ids and tells all ranks how many rows it requests from
  * each, or why it does not go on; if all go on, fs_plan_batch exchanges the rows and plans this batch's rows and the
  * gradients of the batch before it. fs_request_and_plan does both where the caller has room for the plans already.
  * fs_plan_last plans the gradients of a batch that none follows.
@@ -153,8 +153,8 @@ static i64 all_go_on(const i64 *headers, i64 world, i64 exchanges) {
 /* A rank that does not go on gives no ids. Writes what each rank has said, [world][1 + 3 * exchanges]: its status, then of
  * each exchange how many rows it requests from this rank, and the feature and value of an invalid id (feature -1: none);
  * and how many elements fs_plan_batch needs. Returns whether all go on, or what went wrong. */
-i64 fs_request_batch(batch_plan *p, i64 status, const feature_ids *ids, double seconds, i64 *headers, i64 *needed,
-                     i64 *failed) {
+static i64 request_batch(batch_plan *p, i64 status, const feature_ids *ids, double seconds, i64 *headers, i64 *needed,
+                         i64 *failed) {
     i64 width = 1 + 3 * p->exchanges;
     i64 *own = room(&p->header, p->world * width * sizeof(i64));
     if (!own) return NO_MEMORY;
@@ -375,7 +375,7 @@ typedef struct {
     i64 size;
 } copy;
 
-/* When every rank goes on and no id is invalid. `out` has the room that fs_request_batch asked for; `used`: how much of it
+/* When every rank goes on and no id is invalid. `out` has the room that request_batch asked for; `used`: how much of it
  * is filled. Gradients are those of the batch before, of which the first has none; or of the batch itself, of whole plans.
  * Copies what else the caller wants copied. */
 i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *out, i64 *used, plan_result *results,
@@ -395,12 +395,12 @@ i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *ou
     return result;
 }
 
-/* fs_request_batch, and fs_plan_batch behind it if all ranks go on and the room of `elements` is enough. Returns as the
+/* request_batch, and fs_plan_batch behind it if all ranks go on and the room of `elements` is enough. Returns as the
  * former, or 2 if the batch is planned. */
 i64 fs_request_and_plan(batch_plan *p, i64 status, const feature_ids *ids, double seconds, i64 *headers, i64 *needed,
                         i64 *failed, i64 *out, i64 elements, i64 *used, plan_result *results, const copy *copies,
                         i64 n_copies) {
-    i64 result = fs_request_batch(p, status, ids, seconds, headers, needed, failed);
+    i64 result = request_batch(p, status, ids, seconds, headers, needed, failed);
     if (result != 1 || *needed > elements) return result;
     result = fs_plan_batch(p, ids, seconds, out, used, results, failed, copies, n_copies);
     return result ? result : 2;

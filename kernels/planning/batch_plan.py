@@ -73,6 +73,8 @@ class BatchPlan(Protocol):
     One for whole plans finds no collisions: all rows of a batch are urgent, and so are its gradients, which
     are planned together with them."""
 
+    whole: bool
+
     def request(
         self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None
     ) -> Headers | None:

@@ -53,7 +53,7 @@ class NativeBatchPlan:
     ) -> None:
         functions = native_plan.library()
         owners = [native_plan.RowOwners(t.first_rows, t.table_sizes, *t.owners) for t in tables]
-        self._mesh, self._timeout = mesh, timeout
+        self._mesh, self._timeout, self.whole = mesh, timeout, whole
         self._world, self._exchanges = mesh.world, len(owners)
         self._owners = (native_plan.RowOwners * len(owners))(*owners)
         self._kept = owners  # a copy of a structure does not keep what it points to

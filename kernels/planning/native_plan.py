@@ -33,7 +33,6 @@ _SIGNATURES = {  # P: pointer, n: number, d: double, v: nothing; the result come
     "fs_all_same": "nPPndP",
     "fs_new_batch_plan": "PPnnPn",
     "fs_free_batch_plan": "vP",
-    "fs_request_batch": "nPnPdPPP",
     "fs_plan_batch": "nPPdPPPPPn",
     "fs_request_and_plan": "nPnPdPPPPnPPPn",
     "fs_room_of_last": "nP",

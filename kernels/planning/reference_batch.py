@@ -27,7 +27,7 @@ class ReferenceBatchPlan:
     """batch_plan.BatchPlan of some exchanges."""
 
     def __init__(self, group: dist.ProcessGroup, tables: Sequence[ExchangeTables], whole: bool = False) -> None:
-        self._group, self._tables, self._whole = group, tables, whole
+        self._group, self._tables, self.whole = group, tables, whole
         self._world = tables[0].owners.starts.shape[0] - 1
         self._ids: list[list[torch.Tensor]] = []  # of the batch that is planned, by exchange and feature
         self._own: list[OwnRequests | exchange_plan.InvalidId] = []
@@ -50,7 +50,7 @@ class ReferenceBatchPlan:
         total = 0
         for own, send_counts in zip(self._requested(), self._send_counts, strict=True):
             rows, keys = int(send_counts.sum()), own.rows.shape[0]
-            total += 3 * own.inverse.shape[0] + keys + rows + (keys + 3 * rows if self._whole else 0)
+            total += 3 * own.inverse.shape[0] + keys + rows + (keys + 3 * rows if self.whole else 0)
         return total + self.needed_for_last + len(self._tables) * _GAPS
 
     @property
@@ -68,12 +68,12 @@ class ReferenceBatchPlan:
             gradients = None
             if self._before is None:
                 rows = exchange_plan.plan_rows(after, exchange_plan.all_urgent(after))
-                if self._whole:
+                if self.whole:
                     gradients = exchange_plan.plan_gradients(rows.split)
             else:
                 gradients, rows = row_requests.split_colliding(self._before[i], after, self._group)
             planned.append(writer.write(torch.cat([t.long() for t in self._ids[i]]), after, rows, gradients))
-        self._before = None if self._whole else requests
+        self._before = None if self.whole else requests
         return writer.used, lambda: planned
 
     def plan_last(self, room: Room) -> Planned:

@@ -69,11 +69,9 @@ class BatchPlanning:
         strict: bool,
         balancer: BatchBalancer | None,
         plan: BatchPlan,
-        whole: bool = False,
     ) -> None:
-        """`whole`: as `plan` was made."""
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
-        self.balancer, self._plan, self._whole = balancer, plan, whole
+        self.balancer, self._plan = balancer, plan
         self.number = 0  # of the batch that is being loaded or planned
         self.busy_since: float | None = None  # with something that ends within the group's time-out
         self._batches: Iterator[Any] | None = None
@@ -99,7 +97,7 @@ class BatchPlanning:
         self._request_rows(loaded)
         planned = self._plan_batch(loaded)
         complete: PlannedBatch | None = planned
-        if not self._whole:
+        if not self._plan.whole:
             complete, self._previous = self._previous, planned
         self.number, self.busy_since = self.number + 1, None
         return complete
@@ -186,7 +184,7 @@ class BatchPlanning:
             self.number, loaded.batch, block, loaded.value_counts, loaded.loader_state, loaded.moved
         )
         planned.loaded = loaded.began, loaded.ended
-        if self._whole:
+        if self._plan.whole:
             planned.whole, planned.gradients = True, block
         elif self._previous is not None:
             self._previous.next, self._previous.gradients = planned, block
@@ -196,7 +194,7 @@ class BatchPlanning:
 
     def _require_same_options(self) -> None:
         self.busy_since = time.monotonic()
-        own = [self.balancer is not None, not self._whole]
+        own = [self.balancer is not None, not self._plan.whole]
         of_ranks = zip(*distributed.gather_ints(own, self.group), strict=True)
         self.busy_since = None
         for name, verb, values in zip(("balance", "overlap"), ("balance", "overlap steps"), of_ranks, strict=True):

@@ -59,7 +59,7 @@ class Planner:
         self.failed = False  # between collectives: the connection cannot be used any more
         self.group_timeout = distributed.timeout_of(group).total_seconds()
         plan = connection.new_plan(exchanges, whole=not overlap)
-        self._planning = BatchPlanning(loader, exchanges, group, strict, balancer, plan, whole=not overlap)
+        self._planning = BatchPlanning(loader, exchanges, group, strict, balancer, plan)
         self._abandoned = False
         # A loader that is slow to end may still be at work for a loop before this one.
         self._earlier_thread = _threads.get(group.group_name)

@@ -13,8 +13,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fake_world import fake_world, graphs_of
-from freescale.compat import inductor, version
+from fake_world import fake_world, golden_text, graphs_of
+from freescale.compat import inductor
 from freescale.config import Config
 from freescale.passes import node_cost
 from freescale.passes.bucket_gradients import bucket_gradients
@@ -67,7 +67,7 @@ def _schedule(text: str) -> str:
     return "\n".join(m.group(1) for m in SHORT.finditer(text))
 
 
-@pytest.mark.skipif(version.torch_version() < "2.13", reason="2.11 and 2.12 number the same nodes differently")
+@golden_text
 class Golden(expecttest.TestCase):
     maxDiff = None
 
@@ -135,7 +135,7 @@ wait_tensor_default_2""")
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(version.torch_version() < "2.13", reason="2.11 and 2.12 number the same nodes differently")
+@golden_text
 class GoldenOnASlowLink(expecttest.TestCase):
     maxDiff = None
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fake_world import fake_world, graphs_of
-from freescale.compat import version
+from fake_world import fake_world, golden_text, graphs_of
 from freescale.config import Config
 from freescale.kernels import compression, reference, row_packing
 from freescale.passes.compress_exchange import DENSE_BLOCK, dense_packing
@@ -60,7 +59,7 @@ def _lines(options, dtype=torch.float32):
     } | {("whole", name): text for (way, name), text in found.items() if way == "forward"}
 
 
-@pytest.mark.skipif(version.torch_version() < "2.13", reason="2.11 and 2.12 number the same nodes differently")
+@golden_text
 class Golden(expecttest.TestCase):
     maxDiff = None
 
@@ -81,7 +80,7 @@ wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_launch_default) 
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(version.torch_version() < "2.13", reason="2.11 and 2.12 number the same nodes differently")
+@golden_text
 class GoldenOfOthers(expecttest.TestCase):
     maxDiff = None
 

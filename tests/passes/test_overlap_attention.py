@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fake_world import fake_world, graphs_of
+from fake_world import fake_world, golden_text, graphs_of
 from freescale.compat import inductor, version
 from freescale.config import Config
 from freescale.passes import node_cost
@@ -83,7 +83,7 @@ def _schedule(text: str) -> str:
     return "\n".join(m.group(1) for m in SHORT.finditer(text) if "expect_ids" not in m.group(2))
 
 
-@pytest.mark.skipif(TORCH < "2.13", reason="2.11 and 2.12 number the same nodes differently")
+@golden_text
 class Golden(expecttest.TestCase):
     maxDiff = None
 

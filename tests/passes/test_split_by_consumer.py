@@ -10,8 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fake_world import fake_world
-from freescale.compat import version
+from fake_world import fake_world, golden_text
 from freescale.config import Config
 from freescale.passes.exchange_meta import exchanges
 from freescale.passes.find_exchanges import find_exchanges
@@ -63,7 +62,7 @@ def world():
         yield
 
 
-@pytest.mark.skipif(version.torch_version() < "2.13", reason="2.11 and 2.12 number the same nodes differently")
+@golden_text
 class Golden(expecttest.TestCase):
     maxDiff = None
 

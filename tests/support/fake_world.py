@@ -6,8 +6,16 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from freescale.compat import version
+
+# Of a test that compares the text of whole graphs.
+golden_text = pytest.mark.skipif(
+    version.torch_version() < "2.13", reason="2.11 and 2.12 number the same nodes differently"
+)
 
 
 def _answer_yourself(out, x, recv, send, group) -> None:
