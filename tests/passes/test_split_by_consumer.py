@@ -262,7 +262,8 @@ def _step(cut: str, codegen: str):
 
 
 @pytest.mark.parametrize("cut, codegen", (
-    ("columns", "eager"), ("blocks", "eager"), ("columns", "inductor"),
+    ("columns", "eager"), ("blocks", "eager"),
+    pytest.param("columns", "inductor", marks=pytest.mark.thorough),
     pytest.param("blocks", "inductor", marks=pytest.mark.thorough),
 ))  # fmt: skip
 def test_same_bits_on_two_ranks(cut, codegen):

@@ -59,7 +59,7 @@ def _all_cases(dtype):
 
 @pytest.mark.parametrize("world, dtype, tolerance", (
     (2, torch.float32, 1e-6),
-    (4, torch.float64, 1e-12),
+    pytest.param(4, torch.float64, 1e-12, marks=pytest.mark.thorough),
     pytest.param(2, torch.float64, 1e-12, marks=pytest.mark.slow),
     pytest.param(4, torch.float32, 1e-6, marks=pytest.mark.slow),
 ), ids=("f32-2", "f64-4", "f64-2", "f32-4"))  # fmt: skip
