@@ -117,11 +117,10 @@ def _sums_several_runs(dtype: torch.dtype, dim: int, lengths: list[int], device:
 def sums_segments_of_several_runs_bit_for_bit(device: str) -> None:
     from freescale.kernels import row_kernels_triton
 
-    _sums_several_runs(torch.float32, 5, HUGE, device)
-    _sums_several_runs(torch.float32, 1, [600], device)
     interpreted = device == "cpu"
     lengths = SEVERAL_OF_64 if interpreted else HUGE
     with runs_of(64) if interpreted else contextlib.nullcontext():
+        _sums_several_runs(torch.float32, 5, lengths, device)
         _sums_several_runs(torch.bfloat16, 8, lengths, device)
         for longest in (None, max(lengths)):
             weight, at, order, ends = _table(4, device, torch.float32, lengths)
@@ -129,6 +128,11 @@ def sums_segments_of_several_runs_bit_for_bit(device: str) -> None:
             row_kernels.update_rows_reference(expected, None, grad, at, order, ends, 0.1, 0.0)
             row_kernels_triton.update_segments(weight, None, grad, at, order, ends, 0.1, 0.0, longest)
             same_bits(weight, expected)
+
+
+def sums_segments_of_several_whole_runs_bit_for_bit(device: str) -> None:
+    _sums_several_runs(torch.float32, 5, HUGE, device)
+    _sums_several_runs(torch.float32, 1, [600], device)
 
 
 def keeps_minus_zero_infinity_and_nan(device: str) -> None:
@@ -268,6 +272,7 @@ CASES = [
     sums_segments_bit_for_bit,
     sums_bags_that_share_rows_bit_for_bit,
     sums_segments_of_several_runs_bit_for_bit,
+    sums_segments_of_several_whole_runs_bit_for_bit,
     keeps_minus_zero_infinity_and_nan,
     steps_of_sgd_bit_for_bit,
     steps_of_adagrad_bit_for_bit_where_squares_add_exactly,
@@ -279,7 +284,8 @@ CASES = [
     random_segments_of_short_runs,
 ]
 INTERPRETED = [*CASES, many_random_segments_of_short_runs]
-test_in_the_interpreter = in_the_interpreter(__file__, INTERPRETED, thorough=(many_random_segments_of_short_runs,))
+THOROUGH = (many_random_segments_of_short_runs, sums_segments_of_several_whole_runs_bit_for_bit)
+test_in_the_interpreter = in_the_interpreter(__file__, INTERPRETED, THOROUGH)
 test_on_a_gpu = on_a_gpu(CASES)
 
 

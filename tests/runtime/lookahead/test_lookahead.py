@@ -128,7 +128,7 @@ def _delayed():
     from freescale.compat import distributed
     from freescale.kernels import reference
 
-    plain = trainer("none").use("rowwise_adagrad").train(0.5, 40, wrapped=False)
+    plain = trainer("none").use("rowwise_adagrad").train(0.5, 16, wrapped=False)
     honest, rng, pending, most = reference._launch, random.Random(dist.get_rank()), [0], [0]
 
     class Late(dist.Work):
@@ -154,7 +154,7 @@ def _delayed():
         return shown
 
     with mock.patch.object(reference, "_launch", launch):
-        got = trainer("all").use("rowwise_adagrad").train(0.5, 40, wrapped=True)
+        got = trainer("all").use("rowwise_adagrad").train(0.5, 16, wrapped=True)
     return same(plain, got), most[0] > 1
 
 

@@ -595,6 +595,7 @@ def _torchrec(small: bool) -> bool:
 
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="no TorchRec")
-@pytest.mark.parametrize("small", (True, pytest.param(False, marks=pytest.mark.thorough)), ids=("two tables", "all"))
+@pytest.mark.thorough
+@pytest.mark.parametrize("small", (True, False), ids=("two tables", "all"))
 def test_torchrec_and_dataclass_batches(small):
     assert run_ranks(_torchrec, 2, small) == [True, True]
