@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -126,6 +127,9 @@ def _checked_lengths(name: str, values: Any) -> np.ndarray:
 _HUBER_THRESHOLD = 1.345  # residuals beyond so many standard deviations count less
 _MAX_ITERATIONS = 20
 _MAX_FEATURES = 8  # all choices of them are tried
+# A fit takes Python's lock from the training thread for milliseconds, more with more ranks: from this step on it is
+# made at every so many steps only.
+_REFIT_FROM, _REFIT_EVERY = 16, 8
 _PRIOR_NOISE, _PRIOR_NOISE_ROWS = 0.05, 8  # of a measured time, as a share of it; and how many rows that counts for
 
 
@@ -133,8 +137,9 @@ class FittedCost:
     """a * L + b * L**2, with a and b from measured times of all ranks; before there are any, from the prior.
 
     The time of a rank is modelled as c + a * sum(L) + b * sum(L**2), nothing negative, over the last `window` steps, by
-    least squares with Huber's weights: a step with a hiccup counts little. The prior knows how a and b compare, not how
-    fast the machine is; it counts as much as one rank's one step whose shares of the time are known to `prior_spread`.
+    least squares with Huber's weights: a step with a hiccup counts little. The first steps are fitted at once,
+    later ones eight together. The prior knows how a and b compare, not how fast the machine is; it counts as much as one
+    rank's one step whose shares of the time are known to `prior_spread`.
 
     features: of a sample, in place of L and L**2: features(*lengths) -> [features, samples], nothing negative. The cost
     is then their weighted sum, and `prior` has a weight for each.
@@ -204,7 +209,8 @@ class FittedCost:
             return
         self.rows.append((x[used], y[used]))
         self.steps += 1
-        self._fit()
+        if self.steps < _REFIT_FROM or self.steps % _REFIT_EVERY == 0:
+            self._fit()
 
     def stats(self) -> dict[str, float]:
         """The fit as it stands, for logs and statistics. `equal_at`: length at which both terms cost the same."""
@@ -223,7 +229,8 @@ class FittedCost:
 
     def state_dict(self) -> dict[str, Any]:
         rows = [(x.tolist(), y.tolist()) for x, y in self.rows]
-        return {"rows": rows, "steps": self.steps, "prior": _weights(self.prior)}
+        fit = {"weights": _weights(self.current), "constant": self.constant, "noise": self.noise}
+        return {"rows": rows, "steps": self.steps, "prior": _weights(self.prior), "fit": fit if rows else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(prior := tuple(state["prior"])) != len(_weights(self.prior)):
@@ -234,7 +241,10 @@ class FittedCost:
         self.rows.clear()
         self.rows.extend((np.array(x), np.array(y)) for x, y in state["rows"])
         self.current, self.constant, self.noise = self.prior, 0.0, float("nan")
-        if self.rows:
+        if (fit := state.get("fit")) is not None:  # it may be older than the last rows
+            self.current = _with_weights(self.prior, fit["weights"])
+            self.constant, self.noise = float(fit["constant"]), float(fit["noise"])
+        elif self.rows:
             self._fit()
 
     def _fit(self) -> None:
@@ -293,11 +303,17 @@ def _least_squares(gram: np.ndarray, right: np.ndarray) -> np.ndarray:
     if (best := np.linalg.solve(gram, right)).min() >= 0:
         return best
     best, best_value = np.zeros(len(right)), 0.0
-    for chosen in range(1, 1 << len(right)):
-        index = np.array([i for i in range(len(right)) if chosen >> i & 1])
+    for index, block in _choices(len(right)):
         x = np.zeros(len(right))
-        x[index] = np.linalg.solve(gram[np.ix_(index, index)], right[index])
+        x[index] = np.linalg.solve(gram[block], right[index])
         value = float(x @ gram @ x / 2 - right @ x)
         if (x >= 0).all() and value < best_value:
             best, best_value = x, value
     return best
+
+
+@cache
+def _choices(n: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
+    """Of n coefficients, some: their places in a vector and in a matrix."""
+    chosen = ([i for i in range(n) if choice >> i & 1] for choice in range(1, 1 << n))
+    return [(np.array(index), np.ix_(index, index)) for index in chosen]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freescale.runtime.balance import sample_cost
 from freescale.runtime.balance.integer_problem import BalanceError
 from freescale.runtime.balance.sample_cost import FittedCost, LengthCost, costs_of, robust_fit
 from freescale.runtime.balance.solver import balance
@@ -114,6 +116,31 @@ def test_fit_survives_a_checkpoint(caplog):
     for f in (fit, twin):
         f.observe(*more)
     assert fit.stats() == twin.stats() and fit.stats()["steps"] == 2
+
+
+def test_later_steps_are_fitted_together_and_a_checkpoint_in_between_changes_nothing():
+    random, fit, twin = np.random.default_rng(0), FittedCost(), FittedCost()
+    with mock.patch.object(sample_cost, "robust_fit", wraps=robust_fit) as fitted:
+        for _ in range(60):
+            fit.observe(*measured(random, 4, 8, 1e-7, 1e-11, 1e-3, 0.05))
+        assert fitted.call_count == 15 + 6  # steps 1 to 15; 16, 24, ..., 56
+        twin.load_state_dict(json.loads(json.dumps(fit.state_dict())))
+        assert fitted.call_count == 15 + 6 and twin.stats() == fit.stats()
+    for _ in range(9):
+        more = measured(random, 4, 8, 1e-7, 1e-11, 1e-3, 0.05)
+        for f in (fit, twin):
+            f.observe(*more)
+        assert fit.stats() == twin.stats()
+
+
+def test_a_checkpoint_of_before_the_fit_was_kept_is_fitted():
+    random, fit, twin = np.random.default_rng(0), FittedCost(), FittedCost()
+    for _ in range(3):
+        fit.observe(*measured(random, 4, 8, 1e-7, 1e-11, 1e-3, 0.05))
+    state = fit.state_dict()
+    del state["fit"]
+    twin.load_state_dict(state)
+    assert twin.stats() == fit.stats()
 
 
 def test_robust_fit_keeps_coefficients_above_zero():
