@@ -16,6 +16,7 @@ the dense part stay on their rank, so that the embedding exchange is alone on th
     c10d        freescale over NCCL's all-to-all (gloo's with --device cpu); staged: over copy engines
     -ahead      with a LookaheadLoader; -balance: which moves samples between the ranks, too
     -planned    with LookaheadLoader(overlap=False): planned ahead, but rows and gradients travel in their own step
+    -tables     two further tables, each with an exchange of its own: what an exchange costs the host
 
 All variants live in the same ranks and take turns, from the same weights every time. A step is the time between two
 points of the compute stream; its median and quartiles are over all ranks and rounds. The host is at most two steps
@@ -68,6 +69,8 @@ HEADLINES = (
     "host_ms_added",
     "compute_busy_45ms",
     "lookahead_over_none_worst",
+    "host_ms_per_further_exchange",
+    "meeting_ms_4_ranks",
 )
 
 
@@ -193,6 +196,11 @@ def show(found: dict[str, Any]) -> None:
     for r in found["rows"]:
         if waits := {name: round(ms, 2) for name, ms in r.get("waits_ms", {}).items() if ms >= 0.005}:
             print(f"  {r['variant']} waits, ms: {waits}")
+        if met := r.get("meeting_ms"):
+            print(
+                f"  {r['variant']}: the ranks meet in {met['mean']:.2f} ms (mean) or {met['median']:.2f} (median), "
+                f"waiting for the last rank included; that one in {met['last_rank']:.2f} (median)"
+            )
         if packing := r.get("packing_ms"):
             print(f"  {r['variant']} packs and unpacks: {packing:.3f} ms of the GPU's time, {packing / dense:.2%}")
     checks = found["checks"]
@@ -205,7 +213,8 @@ def show(found: dict[str, Any]) -> None:
 
 
 def headlines(sizes: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Of 2 ranks. None: not measured. Look-ahead has the faster setting of `overlap`, where both are measured."""
+    """Of 2 ranks, unless named. None: not measured. Look-ahead has the faster setting of `overlap`, where both are
+    measured. A meeting is the last rank's, which waits for nobody; of the slowest variant."""
     two = {s["size"]: {r["variant"]: r for r in s["rows"]} for s in sizes if s["ranks"] == 2}
     found: dict[str, float | None] = dict.fromkeys(HEADLINES)
     over_none = []
@@ -226,6 +235,15 @@ def headlines(sizes: list[dict[str, Any]]) -> dict[str, float | None]:
         if name == "45ms":
             found["compute_busy_45ms"] = best["compute_busy"]
             found["times_plain_nccl_45ms"] = rows["plain"]["step_ms"] / best["step_ms"] if "plain" in rows else None
+        added = [
+            (rows[f"{v}-tables"]["host_ms"]["sum"] - r["host_ms"]["sum"]) / VARIANTS[f"{v}-tables"].further_tables
+            for v, r in rows.items()
+            if f"{v}-tables" in rows
+        ]
+        if name == "8ms":
+            found["host_ms_per_further_exchange"] = max(added, default=None)
+    four = (r for s in sizes if s["ranks"] == 4 for r in s["rows"] if "meeting_ms" in r)
+    found["meeting_ms_4_ranks"] = max((r["meeting_ms"]["last_rank"] for r in four), default=None)
     found["lookahead_over_none_worst"] = max(over_none, default=None)
     return found
 
@@ -265,7 +283,7 @@ def arguments() -> Any:
     legal = [v for v in VARIANTS if args.device == "cuda" or "staged" not in v]  # staged copies between GPUs
     if args.dense == "transformer":
         legal = [v for v in legal if "balance" not in v]  # histories of one length
-    every = [v.name for v in VARIANTS.values() if not v.compress]
+    every = [v.name for v in VARIANTS.values() if not v.compress and not v.further_tables]
     wanted = args.variants or (QUICK[args.device] if args.quick else every)
     args.variants = ["dense", *(v for v in legal if v in wanted and v != "dense")]
     known = SIZES[args.device]
@@ -278,7 +296,10 @@ def arguments() -> Any:
 
 def task_for(args: Any, world: int) -> Task:
     on_gpu = args.device == "cuda"
-    shape = Shape(8_000_000, 512, 8, 4, 512, args.dense) if on_gpu else Shape(4_000, 16, 2, 1, 8, args.dense)
+    further = max(VARIANTS[v].further_tables for v in args.variants)
+    shape = Shape(8_000_000, 512, 8, 4, 512, args.dense, further, 400_000)
+    if not on_gpu:
+        shape = Shape(4_000, 16, 2, 1, 8, args.dense, further, 1_000)
     sizes = {}
     for name, (samples, length, steps) in args.sizes.items():
         size = Size(name, max(2 * samples // world, 1), length)

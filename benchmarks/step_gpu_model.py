@@ -39,6 +39,8 @@ class Shape:
     layers: int
     max_distance: int
     dense: str  # hstu or transformer
+    further_tables: int = 0  # that a batch has ids for; variants look them up or not
+    further_rows: int = 0  # of each
 
 
 class Size(NamedTuple):
@@ -143,9 +145,9 @@ class Storage:
 
 
 class Planned(nn.Module):
-    """freescale's table and the dense part."""
+    """freescale's table and the dense part; `further` tables, each with an exchange of its own, add to the rows."""
 
-    def __init__(self, shape: Shape, storage: Storage, dense: nn.Module) -> None:
+    def __init__(self, shape: Shape, storage: Storage, dense: nn.Module, further: int = 0) -> None:
         super().__init__()
         import freescale
 
@@ -157,10 +159,27 @@ class Planned(nn.Module):
         assert self.item.weight.shape == storage.weight.shape and self.item.momentum.shape == storage.momentum.shape
         self.item.weight, self.item.momentum = storage.weight, storage.momentum
         self.item._exchange.update_anchor()
+        tables = (
+            freescale.ShardedEmbedding(
+                shape.further_rows, shape.dim, name=f"further{i}", optimizer="rowwise_adagrad", lr=LR, eps=EPS,
+                device=storage.weight.device,
+            )
+            for i in range(further)
+        )  # fmt: skip
+        self.further = nn.ModuleList(tables)
         self.dense = dense
 
+    def reset_further(self) -> None:
+        random = torch.Generator(self.item.weight.device)
+        for i, table in enumerate(self.further):
+            table.weight.uniform_(-INIT, INIT, generator=random.manual_seed(1000 * (1 + i) + dist.get_rank()))
+            table.momentum.zero_()
+
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.dense(self.item(batch["item"]), batch["item_lengths"], batch["labels"])
+        rows = self.item(batch["item"])
+        for i, table in enumerate(self.further):
+            rows = rows + table(batch[f"further{i}"])
+        return self.dense(rows, batch["item_lengths"], batch["labels"])
 
 
 class PlainExchange(torch.autograd.Function):
@@ -261,5 +280,8 @@ def batches(shape: Shape, size: Size, exponent: float, count: int, device: torch
             "item_lengths": torch.from_numpy(lengths),
             "labels": torch.from_numpy((random.random(size.samples) < 0.5).astype(np.float32)),
         }
+        for i in range(shape.further_tables):
+            ids = zipf(random, int(lengths.sum()), shape.further_rows, exponent)
+            batch[f"further{i}"] = torch.from_numpy(ids)
         made.append({k: v.pin_memory() if device.type == "cuda" else v for k, v in batch.items()})
     return made

@@ -21,6 +21,7 @@ import step_gpu_profile
 from step_gpu_model import batches
 from step_gpu_variants import DENSE, GROUP_SECONDS, SAME_BITS, VARIANTS, Task, Trainee, Variant, World
 
+MEETING = "meeting of the ranks"  # as freescale's meter calls that wait
 WARM_UP, TAIL = 3, 1  # steps at the start and the end of a block that do not count: there, look-ahead has no neighbour
 AHEAD = 2  # steps that the host may be ahead of the device: then no launch waits for a full queue
 PHASES = ("next", "forward", "backward", "optimizer")
@@ -115,7 +116,8 @@ def as_block(trainee: Trainee, clock: Clock, host: np.ndarray, losses: list[torc
         for name in dict.fromkeys(name for s in steps for name in s["waits"]):
             block.waits[name] = [s["waits"].get(name, 0.0) * 1e3 for s in steps]
     if trainee.variant.look_ahead and trainee.variant.overlap:
-        stats = [s for s in trainee.loader.stats() if WARM_UP <= s["step"] < len(losses) - TAIL]
+        last = len(losses) - TAIL
+        stats = [s for s in trainee.loader.stats() if WARM_UP <= s["step"] < last and s["exchange"] == "item"]
         block.colliding = sum(s["colliding_rows"] for s in stats) / max(sum(s["unique_rows"] for s in stats), 1)
     return block
 
@@ -166,9 +168,18 @@ def row(ranks: list[list[Block]], variant: Variant) -> dict[str, Any]:
         found["exposed_ms"], found["exposed_ms_quartiles"] = spread([ms for b in every for ms in b.exposed])
         names = dict.fromkeys(name for b in every for name in b.waits)
         found["waits_ms"] = {n: float(np.median([ms for b in every for ms in b.waits.get(n, [0.0])])) for n in names}
+        if MEETING in names:
+            found["meeting_ms"] = meeting(ranks)
     if variant.look_ahead and variant.overlap:
         found["colliding_share"] = float(np.mean([b.colliding for b in every]))
     return found
+
+
+def meeting(ranks: list[list[Block]]) -> dict[str, float]:
+    """What the meeting of the ranks takes of a training thread's time: with the wait for the last rank, and without it
+    (of the rank that waits least: it came last)."""
+    each = np.array([[ms for block in blocks for ms in block.waits[MEETING]] for blocks in ranks])
+    return {"mean": float(each.mean()), "median": float(np.median(each)), "last_rank": float(np.median(each.min(0)))}
 
 
 def compare(blocks: dict[str, list[list[Block]]], codegen: str, exact: bool = True) -> dict[str, Any]:
@@ -184,10 +195,11 @@ def compare(blocks: dict[str, list[list[Block]]], codegen: str, exact: bool = Tr
     compared |= {f"{name}, every round": good for name, good in rounds.items()}
     if not exact:
         compared = {}
-    ours = next((name for name in first if VARIANTS[name].transport), None)
+    ours = next((name for name in first if VARIANTS[name].transport and not VARIANTS[name].further_tables), None)
     if ours is None:
         return {"same_bits": compared, "loss_difference": {}}
-    losses = {name: np.array([bits[0] for bits in of]) for name, of in first.items()}
+    same_model = {name: of for name, of in first.items() if not VARIANTS[name].further_tables}
+    losses = {name: np.array([bits[0] for bits in of]) for name, of in same_model.items()}
     difference = {name: float(np.abs(of - losses[ours]).max()) for name, of in losses.items() if name != ours}
     return {"same_bits": compared, "loss_difference": difference, "loss_difference_from": ours}
 

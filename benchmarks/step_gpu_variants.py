@@ -24,6 +24,7 @@ class Variant:
     balance: bool = False
     compress: str = ""  # as FREESCALE_COMPRESS
     overlap: bool = True  # of a LookaheadLoader
+    further_tables: int = 0  # beside the one that all have
 
 
 DENSE, PLAIN = Variant("dense"), Variant("plain")
@@ -41,6 +42,9 @@ VARIANTS = {
         Variant("staged-ahead", "staged", look_ahead=True),
         Variant("staged-planned", "staged", look_ahead=True, overlap=False),
         Variant("staged-ahead-balance", "staged", look_ahead=True, balance=True),
+        Variant("c10d-ahead-tables", "c10d", look_ahead=True, further_tables=2),
+        Variant("staged-ahead-tables", "staged", look_ahead=True, further_tables=2),
+        Variant("staged-planned-tables", "staged", look_ahead=True, overlap=False, further_tables=2),
         Variant("staged-ahead-lossy", "staged", "all,compress_exchange", True, compress="rows:0.2,which=all"),
     )
 }
@@ -80,13 +84,15 @@ class World:
         self.anchor = torch.zeros(0, device=self.device, requires_grad=True)
         positions = max(2 * size.positions for size, _, _ in task.sizes.values())
         self.rows = torch.randn(positions, task.shape.dim, device=self.device)
-        self._compiled: dict[tuple[str, str], Any] = {}
+        self._compiled: dict[tuple[str, str, int], Any] = {}
+        self._models: list[Planned] = []
 
     def compiled(self, variant: Variant) -> Any:
         """Variants that differ in the loop alone share a model."""
-        key = (variant.transport, variant.passes)  # of which `compress` is a part
+        key = (variant.transport, variant.passes, variant.further_tables)  # `compress` is a part of the passes
         if key not in self._compiled:
-            model = Planned(self.task.shape, self.storage, self.dense)
+            model = Planned(self.task.shape, self.storage, self.dense, variant.further_tables)
+            self._models.append(model)
             options = {"transport": variant.transport, "passes": variant.passes, "strict": True}
             options |= {"codegen": self.task.codegen, "compress": variant.compress}
             self._compiled[key] = torch.compile(model, backend="freescale", fullgraph=True, options=options)
@@ -94,6 +100,8 @@ class World:
 
     def reset(self) -> None:
         self.storage.reset()
+        for model in self._models:
+            model.reset_further()
         with torch.no_grad():
             for p, start in zip(self.dense.parameters(), self.start, strict=True):
                 p.copy_(start)

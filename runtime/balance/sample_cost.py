@@ -138,8 +138,8 @@ class FittedCost:
 
     The time of a rank is modelled as c + a * sum(L) + b * sum(L**2), nothing negative, over the last `window` steps, by
     least squares with Huber's weights: a step with a hiccup counts little. The first steps are fitted at once,
-    later ones eight together. The prior knows how a and b compare, not how fast the machine is; it counts as much as one
-    rank's one step whose shares of the time are known to `prior_spread`.
+    later ones eight together. The prior knows how a and b compare, not how fast the machine is; it counts as much as
+    one rank's one step whose shares of the time are known to `prior_spread`.
 
     features: of a sample, in place of L and L**2: features(*lengths) -> [features, samples], nothing negative. The cost
     is then their weighted sum, and `prior` has a weight for each.

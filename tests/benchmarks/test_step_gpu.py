@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from freescale.runtime.meter import MEETING
 from ranks import warm
 from repo import ROOT
 
@@ -23,7 +24,7 @@ from step_gpu_model import LR, Size, collision_share, exponent_for, lengths_of, 
 def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     """In this process, so that its ranks are forks of one that has torch loaded."""
     command = ["step_gpu.py", "--device", "cpu", "--quick", "--rounds", "2", "--steps", "2", "--sizes", "8ms"]
-    command += ["--variants", "plain", "c10d", "c10d-ahead", "c10d-planned", "--seconds", "250"]
+    command += ["--variants", "plain", "c10d", "c10d-ahead", "c10d-planned", "c10d-ahead-tables", "--seconds", "250"]
     files = ["--json", str(tmp_path / "out.json"), "--host-profile", str(tmp_path / "host.txt")]
     monkeypatch.setattr(sys, "argv", [*command, *files])
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"):  # which it sets for its ranks
@@ -36,7 +37,7 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     assert found["failed"] == {} and [s["size"] for s in found["sizes"]] == ["8ms"]
     (size,) = found["sizes"]
     rows = {r["variant"]: r for r in size["rows"]}
-    assert list(rows) == ["dense", "plain", "c10d", "c10d-ahead", "c10d-planned"]
+    assert list(rows) == ["dense", "plain", "c10d", "c10d-ahead", "c10d-planned", "c10d-ahead-tables"]
     for row in rows.values():
         assert row["steps"] == 4 and row["step_ms"] > 0
         assert set(row["host_ms"]) == {"next", "forward", "backward", "optimizer", "sum"}
@@ -46,7 +47,11 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     assert compared >= {"c10d", "c10d-ahead", "c10d-planned"} and all(checks["same_bits"].values())
     assert 0 < checks["loss_difference"]["plain"] < 1e-2
     assert found["step_over_dense_8ms"] > 0 and found["lookahead_over_none_worst"] > 0
-    assert isinstance(found["host_ms_added"], float)
+    assert isinstance(found["host_ms_added"], float) and isinstance(found["host_ms_per_further_exchange"], float)
+    assert step_gpu_rank.MEETING == MEETING
+    met = rows["c10d-ahead"]["meeting_ms"]
+    assert 0 < met["last_rank"] <= met["median"] and "meeting_ms" not in rows["c10d"]
+    assert checks["same_bits"]["c10d-ahead-tables, every round"] and "c10d-ahead-tables" not in checks["loss_difference"]
     assert found["step_over_dense_45ms"] is None and found["compute_busy_45ms"] is None
     profiled = (tmp_path / "host.txt").read_text()
     assert "8ms, 2 ranks, c10d-ahead, planning thread" in profiled and "8ms, 2 ranks, dense, training thread" in profiled
@@ -61,10 +66,10 @@ def test_headlines():
         return {"size": name, "ranks": ranks, "rows": rows}
 
     found = step_gpu.headlines([
-        size("8ms", dense=7, plain=30, staged=10, staged_ahead=12, c10d=20, c10d_ahead=18),
+        size("8ms", dense=7, plain=30, staged=10, staged_ahead=12, c10d=20, c10d_ahead=18, staged_ahead_tables=16),
         size("45ms", dense=39, plain=90, c10d_ahead=60, staged_ahead=50, staged_planned=70),
         size("60ms", dense=59, staged=70, staged_ahead=90, staged_planned=77),
-        size("150ms", ranks=4, dense=1, c10d_ahead=2),
+        size("150ms", ranks=4, dense=1, c10d_ahead=2) | {"rows": [{"variant": "c10d-ahead", "meeting_ms": {"last_rank": 0.1}}]},
     ])  # fmt: skip
     assert found == {
         "step_over_dense_8ms": 12 / 8,  # the faster transport, over the slowest rank's dense part
@@ -74,6 +79,8 @@ def test_headlines():
         "host_ms_added": 12 / 2 - 7 / 2,
         "compute_busy_45ms": 0.5,
         "lookahead_over_none_worst": 1.2,
+        "host_ms_per_further_exchange": (16 - 12) / 2 / 2,
+        "meeting_ms_4_ranks": 0.1,
     }
 
 
