@@ -63,7 +63,7 @@ def test_headlines():
             {"variant": v.replace("_", "-"), "step_ms": ms, "slowest_rank_ms": ms + 1, "compute_busy": ms / 100, "host_ms": {"sum": ms / 2}}
             for v, ms in steps.items()
         ]  # fmt: skip
-        return {"size": name, "ranks": ranks, "rows": rows}
+        return {"size": name, "ranks": ranks, "start": 0, "rows": rows}
 
     found = step_gpu.headlines([
         size("8ms", dense=7, plain=30, staged=10, staged_ahead=12, c10d=20, c10d_ahead=18, staged_ahead_tables=16),
@@ -82,6 +82,9 @@ def test_headlines():
         "host_ms_per_further_exchange": (16 - 12) / 2 / 2,
         "meeting_ms_4_ranks": 0.1,
     }
+    starts = [size("8ms", dense=7, staged_ahead=ahead) | {"start": n} for n, ahead in enumerate((16, 12, 10))]
+    of_starts = step_gpu.headlines(starts)
+    assert of_starts["step_over_dense_8ms"] == 12 / 8 and of_starts["compute_busy_45ms"] is None
 
 
 def test_a_variant_that_fails_does_not_lose_the_others(monkeypatch, capsys):
