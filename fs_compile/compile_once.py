@@ -4,6 +4,10 @@ The others wait until the first is done, and then all go on at once. Whoever the
 cache compiles it: waiting changes when, never what. The lock is the operating system's, on a file beside torch's cache:
 it ends with the process that holds it. Inside, no rank may wait for another; should one do so all the same, the wait
 ends after `seconds`.
+
+Which rank compiles is not to be chance: generated code sums in an order that depends on the sizes of the batch that it
+was compiled for, and ranks have batches of different size. So the first rank of a host has a head start: the others
+give it some seconds to begin. (Where it has nothing to compile that is all they lose, once.)
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
-from freescale.compat import inductor
+from freescale.compat import inductor, launcher_environment
 
 try:
     import fcntl
@@ -30,6 +35,7 @@ except ImportError:  # not on Windows
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE = 0.1  # seconds between two looks at the lock
+_HEAD_START = 3.0  # seconds that the first rank of a host has to begin
 
 
 @contextlib.contextmanager
@@ -40,8 +46,11 @@ def compiling_once(gm: fx.GraphModule, settings: str, seconds: float) -> Iterato
         yield
         return
     try:
-        alone = _lock(file, fcntl.LOCK_EX)
-        if not alone:
+        if not _is_first_rank():
+            _give_head_start(file)
+        if _lock(file, fcntl.LOCK_EX):
+            _note_beginning(file)
+        else:
             _wait(file, seconds)
         yield
     finally:
@@ -70,6 +79,30 @@ def _lock(file: int, kind: int) -> bool:
     except OSError as error:
         log.info("graphs are compiled by every process: %s", error)
     return True
+
+
+def _is_first_rank() -> bool:
+    """Of this host; of all, where nobody has said which are of this host."""
+    number = launcher_environment.local_rank()
+    if number is None and dist.is_initialized():
+        number = dist.get_rank()
+    return not number
+
+
+def _note_beginning(file: int) -> None:
+    """That somebody has begun, at some time: then the cache has it, or he is at it still."""
+    with contextlib.suppress(OSError):
+        os.pwrite(file, b"begun", 0)
+
+
+def _give_head_start(file: int) -> None:
+    """Until some process has begun."""
+    end = time.monotonic() + _HEAD_START
+    with contextlib.suppress(OSError):  # one is at it, or there are no locks
+        while time.monotonic() < end and os.fstat(file).st_size == 0:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_UN)
+            time.sleep(0.005)
 
 
 def _wait(file: int, seconds: float) -> None:

@@ -55,11 +55,17 @@ def _same(a: tuple, b: tuple) -> bool:
     return a[0] == b[0] and torch.equal(a[1], b[1])
 
 
-def test_one_rank_compiles_for_all(tmp_path):
+def _start_late() -> dict:
+    """The first rank is not the first to come."""
+    time.sleep(0.7 if dist.get_rank() == 0 else 0.0)
+    return _start()
+
+
+def test_the_first_rank_compiles_for_all(tmp_path):
     """Also for a second start."""
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    first, second = (run_ranks(_start, 2, env=env) for _ in range(2))
-    assert sorted((rank["passed"]["forward"], rank["from cache"]["forward"]) for rank in first) == [(0, 1), (1, 0)]
+    first, second = (run_ranks(_start_late, 2, env=env) for _ in range(2))
+    assert [(rank["passed"], rank["from cache"]) for rank in first] == [(ONE, NONE), (NONE, ONE)]
     assert [(rank["passed"], rank["from cache"]) for rank in second] == [(NONE, ONE)] * 2
     for rank, before in zip(second, first, strict=True):
         assert _same(rank["result"], before["result"]) and rank["artifacts"] == before["artifacts"]
@@ -72,7 +78,7 @@ def test_what_comes_out_of_the_cache_is_what_would_be_compiled(tmp_path):
     anew = run_ranks(_start, 2, compiled_anew=True)
     assert [rank["passed"] for rank in anew] == [ONE, ONE]
     first = run_ranks(_start, 2, env=env)
-    assert sorted((rank["passed"]["forward"], rank["from cache"]["forward"]) for rank in first) == [(0, 1), (1, 0)]
+    assert [(rank["passed"], rank["from cache"]) for rank in first] == [(ONE, NONE), (NONE, ONE)]
     second = run_ranks(_start, 2, env=env)
     assert [(rank["passed"], rank["from cache"]) for rank in second] == [(NONE, ONE)] * 2
     for rank, reference in zip(first + second, anew + anew, strict=True):
@@ -130,6 +136,23 @@ def test_nobody_waits_for_ever(_own_folder, caplog):
     assert "still compiles the same graph after 0 s; no longer waiting" in caplog.text
 
 
+def test_a_head_start_ends_when_another_has_begun_or_it_was_long_enough(_own_folder, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(compile_once, "_HEAD_START", 0.3)
+    began = time.monotonic()
+    with compiling_once(_graph(), "a", 60):  # the first rank does not come
+        assert time.monotonic() - began >= 0.3
+    monkeypatch.setattr(compile_once, "_HEAD_START", 600.0)
+    with compiling_once(_graph(), "a", 60):  # in the cache by now
+        pass
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with compiling_once(_graph(), "b", 60):  # the first rank itself, and others once it is at it
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        thread, others = _in_thread("b", 0.2)
+        thread.join(30)
+        assert others
+
+
 def test_an_error_ends_it(_own_folder):
     with pytest.raises(ZeroDivisionError), compiling_once(_graph(), "a", 60):
         raise ZeroDivisionError
@@ -151,6 +174,8 @@ def test_where_waiting_is_no_use(why, _own_folder, tmp_path, monkeypatch):
         monkeypatch.setattr(inductor, "cache_dir", lambda: str(tmp_path / "file"))
     else:
         monkeypatch.setattr(compile_once.fcntl, "flock", mock.Mock(side_effect=OSError("not here")))
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        monkeypatch.setattr(compile_once, "_HEAD_START", 600.0)
     with settings, compiling_once(_graph(), "a", 60):
         thread, began = _in_thread("a", 60)
         thread.join(30)
