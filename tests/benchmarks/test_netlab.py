@@ -95,10 +95,11 @@ def test_a_failed_rank_ends_the_others_and_an_error_cleans_up():
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
 def test_signals_clean_up(how):
     sleeps = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
-    lab = subprocess.Popen([sys.executable, str(BENCHMARKS / "netlab.py"), "2", "100mbit", *sleeps], stdout=subprocess.PIPE)
-    assert lab.stdout is not None and lab.stdout.readline().startswith(b"up")
-    lab.send_signal(getattr(signal, how))
-    assert lab.wait(30) != 0
+    command = [sys.executable, str(BENCHMARKS / "netlab.py"), "2", "100mbit", *sleeps]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as lab:
+        assert lab.stdout is not None and lab.stdout.readline().startswith(b"up")
+        lab.send_signal(getattr(signal, how))
+        assert lab.wait(30) != 0
     assert f"{netlab._PREFIX}{lab.pid}" not in labs()
 
 

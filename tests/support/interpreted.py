@@ -78,6 +78,7 @@ def start(wanted: dict[str, list[str]]) -> None:
     command = [sys.executable, os.path.abspath(__file__), json.dumps(wanted)]
     running = subprocess.Popen(command, env=env, cwd=_folder(), start_new_session=True)
     (_folder() / "pid").write_text(str(running.pid))
+    running.returncode = 0  # nobody here waits for it: what it leaves in the folder counts
 
 
 def stop_all() -> None:
