@@ -7,7 +7,8 @@ ends after `seconds`.
 
 Which rank compiles is not to be chance: generated code sums in an order that depends on the sizes of the batch that it
 was compiled for, and ranks have batches of different size. So the first rank of a host has a head start: the others
-give it some seconds to begin. (Where it has nothing to compile that is all they lose, once.)
+give it some seconds to begin. Where it has nothing to compile, that is all they lose; where it has a cache folder of
+its own, they lose it once.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE = 0.1  # seconds between two looks at the lock
 _HEAD_START = 3.0  # seconds that the first rank of a host has to begin
+_FIRST_RANK = "first_rank"  # beside the locks: it uses this folder, too
 
 
 @contextlib.contextmanager
@@ -61,13 +63,19 @@ def compiling_once(gm: fx.GraphModule, settings: str, seconds: float) -> Iterato
 
 
 def _open(gm: fx.GraphModule, settings: str) -> int | None:
-    folder = Path(inductor.cache_dir()) / "freescale_locks"
+    folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if _is_first_rank():
+            (folder / _FIRST_RANK).touch()
         return os.open(folder / graph_hash(gm, settings), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         log.info("graphs are compiled by every process: %s", error)
         return None
+
+
+def _folder() -> Path:
+    return Path(inductor.cache_dir()) / "freescale_locks"
 
 
 def _lock(file: int, kind: int) -> bool:
@@ -90,19 +98,24 @@ def _is_first_rank() -> bool:
 
 
 def _note_beginning(file: int) -> None:
-    """That somebody has begun, at some time: then the cache has it, or he is at it still."""
+    """That some process has begun, now or earlier: the graph is in the cache, or will be."""
     with contextlib.suppress(OSError):
         os.pwrite(file, b"begun", 0)
 
 
+_without_first_rank: set[Path] = set()  # folders in which it was waited for in vain
+
+
 def _give_head_start(file: int) -> None:
     """Until some process has begun."""
+    folder = _folder()
+    if folder in _without_first_rank:
+        return
     end = time.monotonic() + _HEAD_START
-    with contextlib.suppress(OSError):  # one is at it, or there are no locks
-        while time.monotonic() < end and os.fstat(file).st_size == 0:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            fcntl.flock(file, fcntl.LOCK_UN)
-            time.sleep(0.005)
+    while time.monotonic() < end and os.fstat(file).st_size == 0:  # (to try the lock would be in the first one's way)
+        time.sleep(0.005)
+    if time.monotonic() >= end and not (folder / _FIRST_RANK).exists():
+        _without_first_rank.add(folder)
 
 
 def _wait(file: int, seconds: float) -> None:

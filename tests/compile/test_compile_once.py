@@ -145,12 +145,20 @@ def test_a_head_start_ends_when_another_has_begun_or_it_was_long_enough(_own_fol
     monkeypatch.setattr(compile_once, "_HEAD_START", 600.0)
     with compiling_once(_graph(), "a", 60):  # in the cache by now
         pass
+    with compiling_once(_graph(), "c", 60):  # it has another folder
+        pass
+    compile_once._without_first_rank.clear()
     monkeypatch.setenv("LOCAL_RANK", "0")
     with compiling_once(_graph(), "b", 60):  # the first rank itself, and others once it is at it
         monkeypatch.setenv("LOCAL_RANK", "1")
         thread, others = _in_thread("b", 0.2)
         thread.join(30)
         assert others
+    monkeypatch.setattr(compile_once, "_HEAD_START", 0.3)
+    for settings in ("d", "e"):  # it uses this folder, but not this graph
+        began = time.monotonic()
+        with compiling_once(_graph(), settings, 60):
+            assert time.monotonic() - began >= 0.3
 
 
 def test_an_error_ends_it(_own_folder):
@@ -175,7 +183,7 @@ def test_where_waiting_is_no_use(why, _own_folder, tmp_path, monkeypatch):
     else:
         monkeypatch.setattr(compile_once.fcntl, "flock", mock.Mock(side_effect=OSError("not here")))
         monkeypatch.setenv("LOCAL_RANK", "1")
-        monkeypatch.setattr(compile_once, "_HEAD_START", 600.0)
+        monkeypatch.setattr(compile_once, "_HEAD_START", 0.1)
     with settings, compiling_once(_graph(), "a", 60):
         thread, began = _in_thread("a", 60)
         thread.join(30)
