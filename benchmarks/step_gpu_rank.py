@@ -117,7 +117,7 @@ def as_block(trainee: Trainee, clock: Clock, host: np.ndarray, losses: list[torc
             block.waits[name] = [s["waits"].get(name, 0.0) * 1e3 for s in steps]
     if trainee.variant.look_ahead and trainee.variant.overlap:
         last = len(losses) - TAIL
-        stats = [s for s in trainee.loader.stats() if WARM_UP <= s["step"] < last and s["exchange"] == "item"]
+        stats = [s for s in trainee.loader.stats() if WARM_UP <= s["step"] < last and s["exchange"].startswith("item")]
         block.colliding = sum(s["colliding_rows"] for s in stats) / max(sum(s["unique_rows"] for s in stats), 1)
     return block
 
@@ -178,7 +178,13 @@ def row(ranks: list[list[Block]], variant: Variant) -> dict[str, Any]:
 def meeting(ranks: list[list[Block]]) -> dict[str, float]:
     """What the meeting of the ranks takes of a training thread's time: with the wait for the last rank, and without it
     (of the rank that waits least: it came last)."""
-    each = np.array([[ms for block in blocks for ms in block.waits[MEETING]] for blocks in ranks])
+    none = [[0.0] * len(block.exposed) for block in ranks[0]]
+    each = np.array(
+        [
+            [ms for block, zeros in zip(blocks, none, strict=True) for ms in block.waits.get(MEETING, zeros)]
+            for blocks in ranks
+        ]
+    )
     return {"mean": float(each.mean()), "median": float(np.median(each)), "last_rank": float(np.median(each.min(0)))}
 
 
