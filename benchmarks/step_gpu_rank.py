@@ -21,7 +21,6 @@ import step_gpu_profile
 from step_gpu_model import batches
 from step_gpu_variants import DENSE, GROUP_SECONDS, SAME_BITS, VARIANTS, Task, Trainee, Variant, World
 
-MEETING = "meeting of the ranks"  # as freescale's meter calls that wait
 WARM_UP, TAIL = 3, 1  # steps at the start and the end of a block that do not count: there, look-ahead has no neighbour
 AHEAD = 2  # steps that the host may be ahead of the device: then no launch waits for a full queue
 PHASES = ("next", "forward", "backward", "optimizer")
@@ -168,7 +167,7 @@ def row(ranks: list[list[Block]], variant: Variant) -> dict[str, Any]:
         found["exposed_ms"], found["exposed_ms_quartiles"] = spread([ms for b in every for ms in b.exposed])
         names = dict.fromkeys(name for b in every for name in b.waits)
         found["waits_ms"] = {n: float(np.median([ms for b in every for ms in b.waits.get(n, [0.0])])) for n in names}
-        if MEETING in names:
+        if variant.look_ahead:
             found["meeting_ms"] = meeting(ranks)
     if variant.look_ahead and variant.overlap:
         found["colliding_share"] = float(np.mean([b.colliding for b in every]))
@@ -178,13 +177,9 @@ def row(ranks: list[list[Block]], variant: Variant) -> dict[str, Any]:
 def meeting(ranks: list[list[Block]]) -> dict[str, float]:
     """What the meeting of the ranks takes of a training thread's time: with the wait for the last rank, and without it
     (of the rank that waits least: it came last)."""
-    none = [[0.0] * len(block.exposed) for block in ranks[0]]
-    each = np.array(
-        [
-            [ms for block, zeros in zip(blocks, none, strict=True) for ms in block.waits.get(MEETING, zeros)]
-            for blocks in ranks
-        ]
-    )
+    from freescale.runtime.meter import MEETING
+
+    each = np.array([[ms for b in blocks for ms in b.waits.get(MEETING, [0.0] * len(b.exposed))] for blocks in ranks])
     return {"mean": float(each.mean()), "median": float(np.median(each)), "last_rank": float(np.median(each.min(0)))}
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from freescale.compat import inductor, launcher_environment
+from freescale.compat import inductor
 
 try:
     import fcntl
@@ -35,7 +35,7 @@ except ImportError:  # not on Windows
 
 log = logging.getLogger(__name__)
 
-_LONGEST_PAUSE = 0.1  # seconds between two looks at the lock
+_LONGEST_PAUSE = 0.1  # seconds between two looks at the file
 _HEAD_START = 3.0  # seconds that the first rank of a host has to begin
 _FIRST_RANK = "first_rank"  # beside the locks: it uses this folder, too
 
@@ -90,11 +90,8 @@ def _lock(file: int, kind: int) -> bool:
 
 
 def _is_first_rank() -> bool:
-    """Of this host; of all, where nobody has said which are of this host."""
-    number = launcher_environment.local_rank()
-    if number is None and dist.is_initialized():
-        number = dist.get_rank()
-    return not number
+    """Of this host, as the launcher counts them (LOCAL_RANK); of all, where it does not."""
+    return dist.get_node_local_rank(dist.get_rank() if dist.is_initialized() else 0) == 0
 
 
 def _note_beginning(file: int) -> None:
@@ -111,24 +108,30 @@ def _give_head_start(file: int) -> None:
     folder = _folder()
     if folder in _without_first_rank:
         return
-    end = time.monotonic() + _HEAD_START
+    end, pauses = time.monotonic() + _HEAD_START, _pauses()
     while time.monotonic() < end and os.fstat(file).st_size == 0:  # (to try the lock would be in the first one's way)
-        time.sleep(0.005)
+        time.sleep(next(pauses))
     if time.monotonic() >= end and not (folder / _FIRST_RANK).exists():
         _without_first_rank.add(folder)
 
 
 def _wait(file: int, seconds: float) -> None:
-    start, pause = time.monotonic(), 0.005
+    start, pauses = time.monotonic(), _pauses()
     log.info("another process of this host is compiling the same graph; waiting for it")
     # Shared: all who wait go on together.
     while not _lock(file, fcntl.LOCK_SH):
         if time.monotonic() - start > seconds:
             log.warning("another process still compiles the same graph after %.0f s; no longer waiting", seconds)
             return
-        time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST_PAUSE)
+        time.sleep(next(pauses))
     fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _pauses() -> Iterator[float]:
+    pause = 0.005
+    while True:
+        yield pause
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
 def graph_hash(gm: fx.GraphModule, settings: str) -> str:

@@ -10,12 +10,6 @@ def cuda_caching_disabled() -> bool:
     return bool(os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"))
 
 
-def local_rank() -> int | None:
-    """This rank's number among those of its host; None where no launcher has said."""
-    number = os.environ.get("LOCAL_RANK", "")
-    return int(number) if number.isdecimal() else None
-
-
 def launched_ranks() -> int:
     """How many ranks torchrun, or what does as it does, has started; 1 where there was none."""
     return int(os.environ.get("WORLD_SIZE", "1"))

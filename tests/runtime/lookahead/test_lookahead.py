@@ -123,12 +123,12 @@ def test_inductor_agrees(codegen):
         assert worst <= 1e-6 and compiled == 1, worst
 
 
-def _delayed():
+def _delayed(steps: int):
     """A transport that shows what a launch brought only after a random delay, whatever was launched first."""
     from freescale.compat import distributed
     from freescale.kernels import reference
 
-    plain = trainer("none").use("rowwise_adagrad").train(0.5, 16, wrapped=False)
+    plain = trainer("none").use("rowwise_adagrad").train(0.5, steps, wrapped=False)
     honest, rng, pending, most = reference._launch, random.Random(dist.get_rank()), [0], [0]
 
     class Late(dist.Work):
@@ -154,13 +154,18 @@ def _delayed():
         return shown
 
     with mock.patch.object(reference, "_launch", launch):
-        got = trainer("all").use("rowwise_adagrad").train(0.5, 16, wrapped=True)
+        got = trainer("all").use("rowwise_adagrad").train(0.5, steps, wrapped=True)
     return same(plain, got), most[0] > 1
 
 
 def test_order_is_not_luck(checked):
     """Launches that finish late and out of order change nothing: everything that needs one waits for it."""
     assert checked.of("delayed") == [(True, True), (True, True)]
+
+
+@pytest.mark.thorough
+def test_order_is_not_luck_for_longer():
+    assert run_ranks(_delayed, 2, 40) == [(True, True), (True, True)]
 
 
 def _stop():
@@ -201,7 +206,7 @@ def _bytes_on_the_wire():
 
 CHECKS = {
     **{f"exact, {optimizer}": partial(_exact, optimizer, 16, 4) for optimizer in OPTIMIZERS},
-    "delayed": _delayed,
+    "delayed": partial(_delayed, 16),
     "stop": _stop,
     "bytes on the wire": _bytes_on_the_wire,
 }
