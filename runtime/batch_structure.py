@@ -33,21 +33,39 @@ def children(x: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(i), v) for i, v in enumerate(x))
 
 
-def _find_features(name: str, x: Any, wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(feature, tensor or KeyedJaggedTensor that holds its ids) for each place in the batch where a wanted one is."""
-    if is_kjt(x):
-        yield from ((key, x) for key in x.keys() if key in wanted)
-    elif isinstance(x, torch.Tensor):
-        if name in wanted and x.dtype in _INTEGERS:
-            yield name, x
+def _named_leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """`leaves`, each with the key or field name of its place."""
+    if is_kjt(x) or isinstance(x, torch.Tensor):
+        yield name, x
     else:
         for child_name, child in children(x):
-            yield from _find_features(child_name, child, wanted)
+            yield from _named_leaves(child_name, child)
+
+
+def _find_features(batch: Any, wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(feature, tensor or KeyedJaggedTensor that holds its ids) for each place in the batch where a wanted one is."""
+    for name, x in _named_leaves("", batch):
+        if is_kjt(x):
+            yield from ((key, x) for key in x.keys() if key in wanted)
+        elif name in wanted and x.dtype in _INTEGERS:
+            yield name, x
 
 
 def id_holders(batch: Any, wanted: Sequence[str]) -> list[Any]:
     """The tensors and KeyedJaggedTensors of the batch that hold ids of the wanted features."""
-    return list({id(x): x for _, x in _find_features("", batch, wanted)}.values())
+    return list({id(x): x for _, x in _find_features(batch, wanted)}.values())
+
+
+def places_of_features(batch: Any, wanted: Sequence[str]) -> list[int] | None:
+    """Which of the `leaves` hold the ids of the wanted features, the same for all batches of one structure. None where
+    that is not all there is to know: with KeyedJaggedTensors, and where `feature_ids` refuses the batch."""
+    named = list(_named_leaves("", batch))
+    if any(is_kjt(x) for _, x in named):
+        return None
+    found = [[i for i, (name, x) in enumerate(named) if name == w and x.dtype in _INTEGERS] for w in wanted]
+    if any(len(places) != 1 or named[places[0]][1].dim() != 1 for places in found):
+        return None
+    return [place for (place,) in found]
 
 
 def leaves(x: Any) -> Iterator[Any]:
@@ -72,7 +90,7 @@ def feature_ids_and_counts(batch: Any, wanted: Iterable[str]) -> tuple[dict[str,
     """Also how many values every key has of the KeyedJaggedTensors that hold the ids, wanted or not."""
     wanted = list(dict.fromkeys(wanted))
     ids: dict[str, torch.Tensor] = {}
-    places = list(_find_features("", batch, wanted))
+    places = list(_find_features(batch, wanted))
     host = _ids_on_host([x for _, x in places])
     splits: dict[int, dict[str, torch.Tensor]] = {}
     for name, x in places:
@@ -120,6 +138,24 @@ def describe_structure(x: Any) -> str:
         parts = []  # of words or numbers: may have any length
     inside = ", ".join(f"{name}: {describe_structure(child)}" for name, child in parts)
     return f"{type(x).__name__}({inside})" if inside else type(x).__name__
+
+
+def summarize_structure(x: Any, found: list[Any]) -> Any:
+    """For batches of one structure the same, and quicker to make and to compare than words. (Batches of which it is not
+    the same may still have one structure in words.) Adds the batch's `leaves` to `found`."""
+    kind = type(x)
+    if isinstance(x, torch.Tensor):
+        found.append(x)
+        return x.dtype, x.dim()
+    if kind is dict:
+        return kind, list(x), [summarize_structure(child, found) for child in x.values()]
+    if is_kjt(x):
+        found.append(x)
+        return kind, x.keys()
+    others = len(found)
+    parts = [(name, summarize_structure(child, found)) for name, child in children(x)]
+    words = isinstance(x, (list, tuple)) and len(found) == others  # or numbers: may have any length
+    return kind if words else (kind, parts)
 
 
 def to_device(x: Any, device: torch.device) -> Any:
@@ -176,6 +212,8 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 def map_children(x: Any, change: Callable[[Any], Any]) -> Any:
     """A twin of x with `change(child)` for each child, in the order of `children`."""
+    if type(x) is dict:
+        return {k: change(v) for k, v in x.items()}
     if isinstance(x, MutableMapping):
         new = copy.copy(x)
         new.update({k: change(v) for k, v in x.items()})

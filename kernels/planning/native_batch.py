@@ -67,19 +67,20 @@ class NativeBatchPlan:
         self._planned_in: Room | None = None  # where `request` has planned the batch already
         self._headers = np.empty((mesh.world, 1 + 3 * len(owners)), dtype=np.int64)
         self._ids: native_plan.FeatureIds | None = None  # of the batch that is planned
-        self._needed, self._used, self._failed = (ctypes.c_int64() for _ in range(3))
+        self._headers_address = native_plan.address_of(self._headers)
+        self._needed, self._used, self._failed = answers = [ctypes.c_int64() for _ in range(3)]
+        self._needed_address, self._used_address, self._failed_address = map(ctypes.addressof, answers)
 
     def request(
         self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None
     ) -> row_requests.Headers | None:
         self._ids = None if ids is None else native_plan.FeatureIds(ids)
         address = None if self._ids is None else ctypes.addressof(self._ids)
-        headers = native_plan.address_of(self._headers)
-        needed, failed, used = map(ctypes.addressof, (self._needed, self._failed, self._used))
         memory, elements, copies = room if room is not None else _NO_ROOM
         answer = native_plan.library().fs_request_and_plan(
-            self._address, status, address, self._timeout, headers, needed, failed, memory, elements, used,
-            self._new_results(), _numbers(copies), len(copies)
+            self._address, status, address, self._timeout, self._headers_address, self._needed_address,
+            self._failed_address, memory, elements, self._used_address, self._new_results(), _numbers(copies),
+            len(copies)
         )  # fmt: skip
         self._planned_in = room if self._checked(answer) > _GO_ON else None
         return None if answer >= _GO_ON else row_requests.read_headers(self._headers, self._exchanges)
@@ -91,10 +92,9 @@ class NativeBatchPlan:
     def plan(self, room: Room) -> Planned:
         assert self._ids is not None
         if self._planned_in is not room:
-            ids, used, failed = map(ctypes.addressof, (self._ids, self._used, self._failed))
             answer = native_plan.library().fs_plan_batch(
-                self._address, ids, self._timeout, room.address, used, self._new_results(), failed,
-                _numbers(room.copies), len(room.copies)
+                self._address, ctypes.addressof(self._ids), self._timeout, room.address, self._used_address,
+                self._new_results(), self._failed_address, _numbers(room.copies), len(room.copies)
             )  # fmt: skip
             self._checked(answer)
         return self._read_results()
@@ -104,21 +104,22 @@ class NativeBatchPlan:
         return native_plan.library().fs_room_of_last(self._address)
 
     def plan_last(self, room: Room) -> Planned:
-        used = ctypes.addressof(self._used)
-        self._checked(native_plan.library().fs_plan_last(self._address, room.address, used, self._new_results()))
+        results = self._new_results()
+        self._checked(native_plan.library().fs_plan_last(self._address, room.address, self._used_address, results))
         return self._read_results()
 
     def _new_results(self) -> int:
         """Their address; of no arrays so far. What was planned before keeps its own."""
         self._results = (_Result * self._exchanges)()
         self._counts = np.zeros((self._exchanges, _COUNTS, self._world), dtype=np.int64)
-        for result, of_exchange in zip(self._results, self._counts, strict=True):
-            result.counts = native_plan.address_of(of_exchange)
+        address = native_plan.address_of(self._counts)
+        for i, result in enumerate(self._results):
+            result.counts = address + i * self._counts.strides[0]
         return ctypes.addressof(self._results)
 
     def _read_results(self) -> Planned:
-        results, counts = self._results, self._counts
-        return self._used.value, lambda: [_read(*pair) for pair in zip(results, counts, strict=True)]
+        results, counts, whole = self._results, self._counts, self.whole
+        return self._used.value, lambda: [_read(*pair, whole) for pair in zip(results, counts, strict=True)]
 
     def _checked(self, result: int) -> int:
         if native_plan.checked(result) < 0:
@@ -131,9 +132,11 @@ def _numbers(copies: Sequence[Copy]) -> Any:
     return (ctypes.c_int64 * (3 * len(copies)))(*(number for copy in copies for number in copy))
 
 
-def _read(result: Any, counts: np.ndarray) -> PlannedExchange:
-    numbers, tensors = iter(result.layout), [torch.from_numpy(c) for c in counts]
-    extents = [Extent(offset, size) for offset, size in zip(numbers, numbers, strict=True)]
+def _read(result: Any, counts: np.ndarray, whole: bool) -> PlannedExchange:
+    numbers = iter(result.layout)
+    extents = list(map(Extent, numbers, numbers))
     n, c = len(ROWS_ARRAYS), _COUNTS // 2
-    row_counts, gradient_counts = ExchangeCounts(*tensors[:c]), ExchangeCounts(*tensors[c:])
+    row_counts = ExchangeCounts(*map(torch.from_numpy, counts[:c]))
+    # A whole plan's gradients go back where its rows came from.
+    gradient_counts = row_counts if whole else ExchangeCounts(*map(torch.from_numpy, counts[c:]))
     return PlannedExchange(extents[:n], row_counts, result.urgent_entries, extents[n:], gradient_counts)

@@ -25,7 +25,7 @@ from freescale.runtime.balance.integer_problem import BalanceError
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.samples.batch_balancer import BatchBalancer
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
-from freescale.runtime.tables.plan_block import PinnedMemory, PlanBlock, move_to_device, packable_tensors
+from freescale.runtime.tables.plan_block import PinnedMemory, PlanBlock, move_others, packable_tensors
 from freescale.runtime.tables.table_exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class _Loaded:
     status: int = _OK
     error: BaseException | None = None
     batch: Any = None
+    leaves: list[Any] = field(default_factory=list)  # tensors and KeyedJaggedTensors of the batch
     ids: list[list[torch.Tensor]] = field(default_factory=list)  # per exchange and feature
     value_counts: dict[str, int] = field(default_factory=dict)  # of the keys of its KeyedJaggedTensors
     for_balancer: list[int] = field(default_factory=lambda: _NOTHING_TO_BALANCE)
@@ -75,7 +76,9 @@ class BatchPlanning:
         self.number = 0  # of the batch that is being loaded or planned
         self.busy_since: float | None = None  # with something that ends within the group's time-out
         self._batches: Iterator[Any] | None = None
-        self._structure: str | None = None  # of every batch, in words
+        self._structure: Any = None  # of the last batch, quick to compare
+        self._structure_in_words: str | None = None  # of every batch
+        self._id_places: list[int] | None = None  # among a batch's leaves: places_of_features
         self._previous: PlannedBatch | None = None  # its gradients are not planned yet
         self._features = list(dict.fromkeys(f for x in exchanges for f in x.features))
         self._device = exchanges[0].anchor.device
@@ -124,7 +127,7 @@ class BatchPlanning:
                 loaded.ended = time.perf_counter()
             if hasattr(self.loader, "state_dict"):
                 loaded.loader_state = copy.deepcopy(self.loader.state_dict())
-            self._require_same_structure(loaded.batch)
+            self._require_same_structure(loaded)
             self._require_plannable(loaded.batch)
             if self.balancer is None:
                 self._find_ids(loaded)
@@ -140,6 +143,7 @@ class BatchPlanning:
         """Put the balanced batch and its ids in place."""
         try:
             loaded.batch = balancer.balance(from_all_ranks)
+            loaded.leaves = list(batch_structure.leaves(loaded.batch))
         except BalanceError as error:  # on every rank alike; anything else may have come between its collectives
             loaded.status, loaded.error = _FAILED, error
         else:
@@ -153,9 +157,10 @@ class BatchPlanning:
         if loaded.status != _OK:
             return
         try:
-            loaded.batch, loaded.moved = move_to_device(loaded.batch, self._device)
-            tensors = packable_tensors(loaded.batch, self._device)
+            tensors = packable_tensors(loaded.leaves, self._device)
             loaded.block = PlanBlock(self._room, self._device, tensors, self._pinned)
+            if len(tensors) < len(loaded.leaves):
+                loaded.batch, loaded.moved = move_others(loaded.batch, self._device)
         except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)
             loaded.status, loaded.error = _FAILED, error
 
@@ -241,19 +246,27 @@ class BatchPlanning:
     # -- this rank's batch ---------------------------------------------------------------------------------------
 
     def _find_ids(self, loaded: _Loaded) -> None:
-        by_feature, loaded.value_counts = batch_structure.feature_ids_and_counts(loaded.batch, self._features)
+        if self._id_places is None:
+            by_feature, loaded.value_counts = batch_structure.feature_ids_and_counts(loaded.batch, self._features)
+        else:
+            on_host = batch_structure.to_host([loaded.leaves[place] for place in self._id_places])
+            by_feature = dict(zip(self._features, on_host, strict=True))
         loaded.ids = [[by_feature[f] for f in x.features] for x in self.exchanges]
 
-    def _require_same_structure(self, batch: Any) -> None:
-        structure = batch_structure.describe_structure(batch)
-        if self._structure is not None and structure != self._structure:
-            raise ValueError(
-                f"freescale: batch {self.number} is {structure}; the batches before it were {self._structure}"
-            )
-        self._structure = structure
+    def _require_same_structure(self, loaded: _Loaded) -> None:
+        structure = batch_structure.summarize_structure(loaded.batch, loaded.leaves)
+        if structure == self._structure:
+            return
+        in_words, before = batch_structure.describe_structure(loaded.batch), self._structure_in_words
+        if before is not None and in_words != before:
+            raise ValueError(f"freescale: batch {self.number} is {in_words}; the batches before it were {before}")
+        self._structure, self._structure_in_words = structure, in_words
+        self._id_places = batch_structure.places_of_features(loaded.batch, self._features)
 
     def _require_plannable(self, batch: Any) -> None:
         """Raise for a batch that the compiled model leaves to TorchRec's own code, whose lookups are not planned."""
+        if self._id_places is not None:  # no KeyedJaggedTensor is in it
+            return
         kjts = list(filter(batch_structure.is_kjt, batch_structure.id_holders(batch, self._features)))
         tables = ((x.table, x.features) for x in self.exchanges if kjts)
         sequences = {f for t, fs in tables if isinstance(t, FbgemmTable) and not t.pooled for f in fs}

@@ -42,11 +42,11 @@ class PlannedBatch:
         assert self.gradients is not None
         self.gradients.upload()
         for i, (plan, planned) in enumerate(zip(self.plans, self.gradients.exchanges, strict=True)):
-            arrays = self.gradients.arrays(planned.gradients)
             if self.whole:
+                arrays = self.gradients.arrays(planned.gradients[: step_plan.ARRAYS_OF_ALL_GRADIENTS])
                 step_plan.plan_all_gradients(plan, arrays, planned.gradient_counts)
                 continue
-            step_plan.plan_gradients(plan, arrays, planned.gradient_counts)
+            step_plan.plan_gradients(plan, self.gradients.arrays(planned.gradients), planned.gradient_counts)
             plan.last = self.next is None
             plan.next = step_plan.plan_without_rows(plan) if self.next is None else self.next.plans[i]
         # What follows is the loop's affair; without this, every batch would keep all later ones.

@@ -7,6 +7,7 @@ training thread that finds out which pinned memory can be used again.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -62,7 +63,7 @@ class PlanBlock:
         self._pinned = pinned if pinned is not None else PinnedMemory(device)
         sizes = [-(-t.nbytes // (_ELEMENT * ALIGNMENT)) * ALIGNMENT for t in tensors]
         self._first = sum(sizes)  # element of the plans; tensors come before
-        self._places = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._places = [end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
         self._memory: torch.Tensor | None = None  # on the device, once it is there
         self._parts: dict[tuple[int, int], torch.Tensor] = {}  # of that memory, by begin and size
         self._used = 0
@@ -117,9 +118,9 @@ class PlanBlock:
         for place, t in zip(self._places, self._tensors, strict=True):
             on_device = self._part(place, _elements(t))
             if t.dtype != torch.int64:
-                if t.nbytes % _ELEMENT:
-                    on_device = on_device.view(torch.uint8)[: t.nbytes]
                 on_device = on_device.view(t.dtype)
+                if on_device.shape[0] != t.numel():
+                    on_device = on_device[: t.numel()]
             yield on_device if t.dim() == 1 else on_device.view(t.shape)
 
     def _part(self, begin: int, size: int) -> torch.Tensor:
@@ -132,7 +133,7 @@ class PlanBlock:
         return dlpack.detached(self._parts[begin, size])
 
     def _split_memory(self) -> None:
-        """Into all that is in it: one op for all."""
+        """Into all that is in it: one op for all, which makes no views that autograd knows of."""
         assert self._memory is not None
         sizes, end = [], 0
         plans = (e for x in self.exchanges for e in (*x.rows, *x.gradients))
@@ -141,7 +142,7 @@ class PlanBlock:
         for begin, size in extents:
             sizes += [begin - end, size]
             end = begin + size
-        parts = self._memory.split_with_sizes([*sizes, self._memory.shape[0] - end])[1::2]
+        parts = self._memory.unsafe_split_with_sizes([*sizes, self._memory.shape[0] - end])[1::2]
         self._parts = dict(zip(extents, parts, strict=True))
 
 
@@ -149,16 +150,16 @@ def _elements(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // _ELEMENT)
 
 
-def packable_tensors(batch: Any, device: torch.device) -> list[torch.Tensor]:
-    """Tensors of the batch that go to the device in a block."""
+def packable_tensors(leaves: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
+    """Of a batch's leaves, the tensors that go to the device in a block."""
     if device.type == "cpu":
         return []
-    tensors = [t for t in batch_structure.leaves(batch) if _is_packable(t)]
+    tensors = [t for t in leaves if _is_packable(t)]
     return [t if t.is_contiguous() else t.contiguous() for t in tensors]  # an op would give Python's lock away
 
 
 def _is_packable(x: Any) -> bool:
-    return type(x) is torch.Tensor and x.device.type == "cpu" and x.layout == torch.strided and not x.requires_grad
+    return type(x) is torch.Tensor and x.is_cpu and x.layout == torch.strided and not x.requires_grad
 
 
 def _replace_packable(batch: Any, tensors: Iterator[torch.Tensor]) -> Any:
@@ -167,9 +168,9 @@ def _replace_packable(batch: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return batch_structure.map_children(batch, lambda child: _replace_packable(child, tensors))
 
 
-def move_to_device(batch: Any, device: torch.device) -> tuple[Any, BatchEvent | None]:
+def move_others(batch: Any, device: torch.device) -> tuple[Any, BatchEvent | None]:
     """The batch with all that is not packable on the device, and what to wait for before it is used."""
-    if device.type == "cpu" or all(map(_is_packable, batch_structure.leaves(batch))):
+    if device.type == "cpu":
         return batch, None
     batch = _move_others(batch, device)
     return batch, BatchEvent([x for x in batch_structure.leaves(batch) if not _is_packable(x)])

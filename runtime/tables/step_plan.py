@@ -186,9 +186,12 @@ def plan_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: Exchange
     p.stats["bytes_back_urgent"], p.stats["bytes_late"] = keys.shape[0] * row_bytes, n * row_bytes
 
 
+ARRAYS_OF_ALL_GRADIENTS = 4  # of batch_plan.GRADIENT_ARRAYS, the first ones
+
+
 def plan_all_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: ExchangeCounts) -> None:
-    """The backward half of a whole plan: no gradients are left for the next step. `arrays`: as in plan_gradients."""
-    keys, rows, order, ends, *_ = arrays
+    """The backward half of a whole plan: no gradients are left for the next step."""
+    keys, rows, order, ends = arrays
     p.urgent_gradients = UrgentGradients(keys, rows, order, ends, counts.urgent_recv, counts.urgent_send)
     p.last = p.whole = True
     row_bytes = p.arrived.shape[1] * p.arrived.element_size()

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from freescale.kernels.planning.batch_plan import ExchangeCounts, Extent, Planned, PlannedExchange, Room
-from freescale.runtime.tables.plan_block import PinnedMemory, PlanBlock, move_to_device, packable_tensors
+from freescale.runtime import batch_structure
+from freescale.runtime.tables.plan_block import PinnedMemory, PlanBlock, move_others, packable_tensors
 from interpreted import needs_gpu
 
 NO_COUNTS = ExchangeCounts(*[torch.zeros(0, dtype=torch.int64)] * 4)
@@ -56,8 +57,8 @@ def fill(block: PlanBlock, numbers: np.ndarray, extents: list[Extent]) -> None:
 def test_block(device):
     device = torch.device(device, 0) if device == "cuda" else torch.device(device)
     before, numbers = batch(), np.arange(100)
-    given, moved = move_to_device(before, device)
-    block = PlanBlock(120, device, packable_tensors(given, device))
+    block = PlanBlock(120, device, packable_tensors(list(batch_structure.leaves(before)), device))
+    given, moved = move_others(before, device)
     extents = [Extent(16, 3), Extent(0, 5), Extent(48, 0), Extent(64, 36)]
     fill(block, numbers, extents)
     block.upload()
