@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 
 MARKER = "erfinv"  # a kernel that no model has, launched on the compute stream where a step begins
@@ -25,32 +26,27 @@ STEPS, SETTLING = 7, 2  # that are profiled; of those, the first ones do not cou
 
 
 class DeviceProfile:
-    """Of one rank; on the others, and without a GPU, nothing happens."""
+    """Of this rank's steps."""
 
-    def __init__(self, on: bool) -> None:
-        self.on = on
-        if on:
-            self.marker = torch.zeros(1, device="cuda")
-            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    def __init__(self) -> None:
+        self.marker = torch.zeros(1, device="cuda")
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
     def step_begins(self, number: int) -> None:
-        if self.on:
-            if number == 0:
-                torch.cuda.synchronize()
-                self.profiler.start()
-            torch.erfinv(self.marker)
+        if number == 0:
+            torch.cuda.synchronize()
+            self.profiler.start()
+        torch.erfinv(self.marker)
 
-    def figures(self) -> dict[str, float | None]:
-        """After the last step. None where the profiler saw no kernels."""
-        if not self.on:
-            return {"compute_busy": None}
+    def figures(self) -> dict[str, Any]:
+        """After the last step."""
         torch.cuda.synchronize()
         self.profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             self.profiler.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
-        return {"compute_busy": busy_share(events), "packing_ms": packing_ms(events)}
+        return {"busy_steps": busy_steps(events), "packing_ms": packing_ms(events)}
 
 
 def _kernels(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -59,13 +55,23 @@ def _kernels(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[d
     return kernels, sorted((e for e in kernels if MARKER in e["name"]), key=lambda e: e["ts"])
 
 
-def busy_share(events: list[dict[str, Any]]) -> float | None:
-    """Kernels on the stream of the markers, over the time from the first marker that counts to the last one."""
+def busy_steps(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Of each step that counts: microseconds with a kernel on the stream of the markers, and microseconds. Empty where
+    the profiler has not seen the kernels."""
     kernels, markers = _kernels(events)
-    if len(markers) < SETTLING + 2:
-        return None
-    begin, end = markers[SETTLING]["ts"], markers[-1]["ts"]
-    return busy_microseconds(kernels, markers[0]["args"]["stream"], begin, end) / (end - begin)
+    moments = [m["ts"] for m in markers[SETTLING:]]
+    steps = zip(moments[:-1], moments[1:], strict=True)
+    return [(busy_microseconds(kernels, markers[0]["args"]["stream"], *step), step[1] - step[0]) for step in steps]
+
+
+def busy_shares(ranks: list[list[tuple[float, float]]]) -> dict[str, float | None]:
+    """Of the `busy_steps` of all ranks. `compute_busy`: of the mean rank. `compute_busy_longest`: of the rank with the
+    most to compute in each step, for which the others have to wait. None where a rank has none."""
+    if not all(ranks):
+        return {"compute_busy": None, "compute_busy_longest": None}
+    busy, whole = np.array(ranks).transpose(2, 0, 1)  # of each: [rank, step]
+    longest = busy.max(0).sum() / whole.mean(0).sum()
+    return {"compute_busy": float(busy.sum() / whole.sum()), "compute_busy_longest": float(longest)}
 
 
 def packing_ms(events: list[dict[str, Any]]) -> float | None:

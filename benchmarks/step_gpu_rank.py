@@ -123,10 +123,11 @@ def as_block(trainee: Trainee, clock: Clock, host: np.ndarray, losses: list[torc
 
 def profile_device(trainee: Trainee, data: list[Any]) -> dict[str, float | None]:
     if trainee.world.device.type != "cuda":
-        return {"compute_busy": None}
-    watch = step_gpu_profile.DeviceProfile(dist.get_rank() == 0)
+        return step_gpu_profile.busy_shares([[]])
+    watch = step_gpu_profile.DeviceProfile()
     train(trainee, data[: WARM_UP + step_gpu_profile.STEPS], watch)
-    return watch.figures()
+    ranks = trainee.world.gather(watch.figures())
+    return {**step_gpu_profile.busy_shares([r["busy_steps"] for r in ranks]), "packing_ms": ranks[0]["packing_ms"]}
 
 
 def profile_host(trainee: Trainee, data: list[Any], title: str) -> str:
@@ -163,6 +164,7 @@ def row(ranks: list[list[Block]], variant: Variant) -> dict[str, Any]:
     found["steps"] = steps.shape[1]
     found["host_ms"] = {p: float(np.median([ms for b in every for ms in b.host[p]])) for p in PHASES}
     found["host_ms"]["sum"] = float(np.median([sum(ms) for b in every for ms in zip(*b.host.values(), strict=True)]))
+    found["host_skew_ms"] = host_skew(ranks)
     if variant.transport:
         found["exposed_ms"], found["exposed_ms_quartiles"] = spread([ms for b in every for ms in b.exposed])
         names = dict.fromkeys(name for b in every for name in b.waits)
@@ -174,12 +176,25 @@ def row(ranks: list[list[Block]], variant: Variant) -> dict[str, Any]:
     return found
 
 
+def meetings(ranks: list[list[Block]]) -> np.ndarray:
+    """[rank, step]"""
+    from freescale.runtime.meter import MEETING
+
+    return np.array([[ms for b in blocks for ms in b.waits.get(MEETING, [0.0] * len(b.step))] for blocks in ranks])
+
+
+def host_skew(ranks: list[list[Block]]) -> float:
+    """By how much the slowest rank's host is slower than the mean one's in a step, without the meeting of the ranks: so
+    long they wait for each other if they meet in every step. (The dense part alone has no meeting.)"""
+    host = [[sum(ms) for b in blocks for ms in zip(*b.host.values(), strict=True)] for blocks in ranks]
+    own = np.array(host) - meetings(ranks)
+    return float((own.max(0) - own.mean(0)).mean())
+
+
 def meeting(ranks: list[list[Block]]) -> dict[str, float]:
     """What the meeting of the ranks takes of a training thread's time: with the wait for the last rank, and without it
     (of the rank that waits least: it came last)."""
-    from freescale.runtime.meter import MEETING
-
-    each = np.array([[ms for b in blocks for ms in b.waits.get(MEETING, [0.0] * len(b.exposed))] for blocks in ranks])
+    each = meetings(ranks)
     return {"mean": float(each.mean()), "median": float(np.median(each)), "last_rank": float(np.median(each.min(0)))}
 
 

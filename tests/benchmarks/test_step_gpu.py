@@ -49,6 +49,7 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     assert isinstance(found["host_ms_added"], float) and isinstance(found["host_ms_per_further_exchange"], float)
     met = rows["c10d-ahead"]["meeting_ms"]
     assert 0 < met["last_rank"] <= met["median"] and "meeting_ms" not in rows["c10d"]
+    assert all(row["host_skew_ms"] > 0 for row in rows.values())
     assert checks["same_bits"]["c10d-ahead-tables, every round"] and "c10d-ahead-tables" not in checks["loss_difference"]
     assert found["step_over_dense_45ms"] is None and found["compute_busy_45ms"] is None
     profiled = (tmp_path / "host.txt").read_text()
@@ -67,15 +68,17 @@ def test_headlines():
         size("8ms", dense=7, plain=30, staged=10, staged_ahead=12, c10d=20, c10d_ahead=18, staged_ahead_tables=16),
         size("45ms", dense=39, plain=90, c10d_ahead=60, staged_ahead=50, staged_planned=70),
         size("60ms", dense=59, staged=70, staged_ahead=90, staged_planned=77),
+        size("150ms", dense=149, staged_ahead=160, staged_ahead_balance=95),
         size("150ms", ranks=4, dense=1, c10d_ahead=2) | {"rows": [{"variant": "c10d-ahead", "meeting_ms": {"last_rank": 0.1}}]},
     ])  # fmt: skip
     assert found == {
         "step_over_dense_8ms": 12 / 8,  # the faster transport, over the slowest rank's dense part
         "step_over_dense_45ms": 50 / 40,
-        "step_over_dense_150ms": None,
+        "step_over_dense_150ms": 160 / 150,
         "times_plain_nccl_45ms": 90 / 50,
         "host_ms_added": 12 / 2 - 7 / 2,
         "compute_busy_45ms": 0.5,
+        "compute_busy_150ms": 0.95,  # with balance, where that is faster
         "lookahead_over_none_worst": 1.2,
         "host_ms_per_further_exchange": (16 - 12) / 2 / 2,
         "meeting_ms_4_ranks": 0.1,
@@ -127,8 +130,11 @@ def test_the_share_of_busy_time():
     assert step_gpu_profile.SETTLING == 2  # so the window is from 200 to 400
     work = [kernel("a", 110, 80), kernel("b", 220, 30), kernel("c", 240, 30), kernel("d", 390, 40)]
     elsewhere = [kernel("nccl", 200, 200, stream=9), {"cat": "gpu_memcpy", "name": "x", "ts": 300, "dur": 50, "args": {"stream": 7}}]
-    assert step_gpu_profile.busy_share(markers + work + elsewhere) == pytest.approx((2 + 50 + 2 + 10) / 200)
-    assert step_gpu_profile.busy_share(markers[:3] + work) is None
+    assert step_gpu_profile.busy_steps(markers + work + elsewhere) == [(52, 100), (12, 100)]
+    assert step_gpu_profile.busy_steps(markers[:3] + work) == []
+    both = step_gpu_profile.busy_shares([[(52, 100), (12, 100)], [(40, 100), (60, 100)]])
+    assert both == {"compute_busy": 164 / 400, "compute_busy_longest": (52 + 60) / 200}
+    assert step_gpu_profile.busy_shares([[(1, 2)], []])["compute_busy"] is None
     packing = [kernel("_compress", 150, 10), kernel("_compress", 250, 3), kernel("_expand", 350, 5, stream=9)]
     assert step_gpu_profile.packing_ms(markers + work + packing) == pytest.approx(8 / 2 / 1e3)
 
