@@ -16,6 +16,7 @@ the dense part stay on their rank, so that the embedding exchange is alone on th
     c10d        freescale over NCCL's all-to-all (gloo's with --device cpu); staged: over copy engines
     -ahead      with a LookaheadLoader; -balance: which moves samples between the ranks, too
     -planned    with LookaheadLoader(overlap=False): planned ahead, but rows and gradients travel in their own step
+    -chosen     with LookaheadLoader(overlap=None), the default: it has tried which of the two is faster
     -tables     two further tables, each with an exchange of its own: what an exchange costs the host
 
 All variants live in the same ranks and take turns, from the same weights every time. A step is the time between two
@@ -203,6 +204,8 @@ def show(found: dict[str, Any]) -> None:
     skew = by_name["dense"]["host_skew_ms"]
     print(f"  dense: the slowest rank's host takes {skew:.2f} ms longer than the mean one's")
     for r in found["rows"]:
+        if "overlaps" in r:
+            print(f"  {r['variant']}: steps {'overlap' if r['overlaps'] else 'are kept apart'}")
         if waits := {name: round(ms, 2) for name, ms in r.get("waits_ms", {}).items() if ms >= 0.005}:
             print(f"  {r['variant']} waits, ms: {waits}")
         if met := r.get("meeting_ms"):

@@ -22,6 +22,7 @@ from step_gpu_model import batches
 from step_gpu_variants import DENSE, GROUP_SECONDS, SAME_BITS, VARIANTS, Task, Trainee, Variant, World
 
 WARM_UP, TAIL = 3, 1  # steps at the start and the end of a block that do not count: there, look-ahead has no neighbour
+CHOOSING = 80  # batches that a LookaheadLoader needs to choose whether steps overlap
 AHEAD = 2  # steps that the host may be ahead of the device: then no launch waits for a full queue
 PHASES = ("next", "forward", "backward", "optimizer")
 
@@ -36,6 +37,7 @@ class Block:
     waits: dict[str, list[float]] = field(default_factory=dict)
     bits: Any = None  # losses of all steps, digest of the table
     colliding: float | None = None
+    overlaps: bool | None = None  # where a LookaheadLoader chooses that
 
 
 class Clock:
@@ -114,6 +116,8 @@ def as_block(trainee: Trainee, clock: Clock, host: np.ndarray, losses: list[torc
         block.exposed = [s["exposed"] * 1e3 for s in steps]
         for name in dict.fromkeys(name for s in steps for name in s["waits"]):
             block.waits[name] = [s["waits"].get(name, 0.0) * 1e3 for s in steps]
+    if trainee.variant.look_ahead:
+        block.overlaps = trainee.loader.overlaps
     if trainee.variant.look_ahead and trainee.variant.overlap:
         last = len(losses) - TAIL
         stats = [s for s in trainee.loader.stats() if WARM_UP <= s["step"] < last and s["exchange"].startswith("item")]
@@ -171,6 +175,8 @@ def row(ranks: list[list[Block]], variant: Variant) -> dict[str, Any]:
         found["waits_ms"] = {n: float(np.median([ms for b in every for ms in b.waits.get(n, [0.0])])) for n in names}
         if variant.look_ahead:
             found["meeting_ms"] = meeting(ranks)
+    if variant.look_ahead and variant.overlap is None:
+        found["overlaps"] = every[0].overlaps
     if variant.look_ahead and variant.overlap:
         found["colliding_share"] = float(np.mean([b.colliding for b in every]))
     return found
@@ -226,9 +232,13 @@ def measure_size(name: str, world: World, trainees: dict[str, Trainee], say: Any
     size, exponent, steps = task.sizes[name]
     data = batches(task.shape, size, exponent, WARM_UP + steps + TAIL, world.device)
     order, blocks = list(trainees), {v: [] for v in trainees}
-    for variant, trainee in trainees.items():  # memory of this size, code of its kernels
+    for variant, trainee in trainees.items():  # memory of this size, code of its kernels; what is chosen is
         say("at", variant)
         train(trainee, data[: WARM_UP + TAIL])
+        if VARIANTS[variant].overlap is None:
+            trainee.loader = None  # what it has chosen for another size
+            for _ in range(-(-CHOOSING // len(data))):
+                train(trainee, data)
     for turn in range(task.rounds):
         for variant in order[turn % len(order) :] + order[: turn % len(order)]:
             say("at", variant)

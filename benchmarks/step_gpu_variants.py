@@ -23,7 +23,7 @@ class Variant:
     look_ahead: bool = False
     balance: bool = False
     compress: str = ""  # as FREESCALE_COMPRESS
-    overlap: bool = True  # of a LookaheadLoader
+    overlap: bool | None = True  # of a LookaheadLoader
     further_tables: int = 0  # beside the one that all have
 
 
@@ -41,6 +41,8 @@ VARIANTS = {
         Variant("staged", "staged"),
         Variant("staged-ahead", "staged", look_ahead=True),
         Variant("staged-planned", "staged", look_ahead=True, overlap=False),
+        Variant("c10d-chosen", "c10d", look_ahead=True, overlap=None),
+        Variant("staged-chosen", "staged", look_ahead=True, overlap=None),
         Variant("staged-ahead-balance", "staged", look_ahead=True, balance=True),
         Variant("c10d-ahead-tables", "c10d", look_ahead=True, further_tables=2),
         Variant("staged-ahead-tables", "staged", look_ahead=True, further_tables=2),
@@ -50,9 +52,11 @@ VARIANTS = {
 }
 # Of each group, all must have the same bits: the same graphs, carried by something else. Inductor fuses other graphs
 # differently, and then rounds elsewhere; without it, all graphs must agree.
+_OF_ONE_STEP, _PLANNED = ("c10d", "staged"), ("c10d-planned", "staged-planned")
+_AHEAD = ("c10d-ahead", "staged-ahead", "c10d-chosen", "staged-chosen")
 SAME_BITS = {
-    "inductor": (("c10d", "staged"), ("c10d-ahead", "staged-ahead"), ("c10d-planned", "staged-planned")),
-    "eager": (("capture", "c10d", "staged", "c10d-ahead", "staged-ahead", "c10d-planned", "staged-planned"),),
+    "inductor": (_OF_ONE_STEP, _AHEAD, _PLANNED),
+    "eager": (("capture", *_OF_ONE_STEP, *_AHEAD, *_PLANNED),),
 }
 
 
@@ -125,7 +129,7 @@ class Trainee:
 
     def __init__(self, variant: Variant, world: World) -> None:
         self.variant, self.world = variant, world
-        self.cost: Any = None  # of a sample; goes on being fitted from block to block
+        # From block to block it goes on fitting what a sample costs, and choosing whether steps overlap.
         self.loader: Any = None
         if variant.transport:
             self.model = world.compiled(variant)
@@ -134,11 +138,10 @@ class Trainee:
         import freescale
 
         if self.variant.look_ahead:
-            balance: Any = self.variant.balance
-            if balance:
-                self.cost = self.cost or freescale.FittedCost()
-                balance = freescale.BalanceOptions(cost=self.cost)
-            self.loader = freescale.LookaheadLoader(data, self.model, balance=balance, overlap=self.variant.overlap)
+            if self.loader is None:
+                options = {"balance": self.variant.balance, "overlap": self.variant.overlap}
+                self.loader = freescale.LookaheadLoader(data, self.model, **options)
+            self.loader.loader = data
             yield from self.loader
             return
         for number, batch in enumerate(data):

@@ -5,7 +5,10 @@
  * gradients of the batch before it. fs_request_and_plan does both where the caller has room for the plans already.
  * fs_plan_last plans the gradients of a batch that none follows.
  *
- * Of whole plans (`whole`), nothing is early or late: a batch's gradients are planned with its rows. */
+ * Of whole plans (`whole`), nothing is early or late: a batch's gradients are planned with its rows.
+ *
+ * A batch and the one before it can be kept apart: then nothing is early or late between these two, as if all their rows
+ * collided, and the counts of what is say NOBODY. Rank 0 decides. */
 
 #include <string.h>
 
@@ -19,6 +22,11 @@ enum { IDS, INVERSE, ORDER, ENDS, EARLY_ROWS, URGENT_ROWS, ROWS_ARRAYS };
 enum { URGENT_GRADIENTS = ROWS_ARRAYS, LATE_GRADIENTS = ROWS_ARRAYS + 4, ARRAYS = ROWS_ARRAYS + 8 };
 /* Counts of a plan, [world] each: of rows, of gradients. */
 enum { URGENT_RECV, URGENT_SEND, OTHER_RECV, OTHER_SEND, COUNTS };
+#define NOBODY -1 /* in place of a count: no rank sends anything to any other */
+
+/* What a rank says of a batch: status, whether it is to be kept apart; of each exchange how many rows it requests from
+ * the one it says it to, and the feature and value of an invalid id (feature -1: none). */
+#define HEADER_WIDTH(exchanges) (2 + 3 * (exchanges))
 
 typedef struct {
     i64 offset, size;
@@ -47,7 +55,7 @@ typedef struct {
 
 typedef struct {
     mesh *mesh;
-    i64 world, exchanges, whole, turn, has_before;
+    i64 world, exchanges, whole, turn, has_before, apart;
     exchange *each;
     messages *messages;
     buffer header, ones;
@@ -142,20 +150,19 @@ static i64 room_of_plan(const requests *r, const requests *other) {
 
 /* Do all ranks go on (status 0), with valid ids? */
 static i64 all_go_on(const i64 *headers, i64 world, i64 exchanges) {
-    for (i64 rank = 0; rank < world; rank++, headers += 1 + 3 * exchanges) {
+    for (i64 rank = 0; rank < world; rank++, headers += HEADER_WIDTH(exchanges)) {
         if (headers[0]) return 0;
         for (i64 e = 0; e < exchanges; e++)
-            if (headers[2 + 3 * e] >= 0) return 0;
+            if (headers[3 + 3 * e] >= 0) return 0;
     }
     return 1;
 }
 
-/* A rank that does not go on gives no ids. Writes what each rank has said, [world][1 + 3 * exchanges]: its status, then of
- * each exchange how many rows it requests from this rank, and the feature and value of an invalid id (feature -1: none);
- * and how many elements fs_plan_batch needs. Returns whether all go on, or what went wrong. */
-static i64 request_batch(batch_plan *p, i64 status, const feature_ids *ids, double seconds, i64 *headers, i64 *needed,
-                         i64 *failed) {
-    i64 width = 1 + 3 * p->exchanges;
+/* A rank that does not go on gives no ids. Writes what each rank has said, [world][HEADER_WIDTH]; and how many elements
+ * fs_plan_batch needs. Returns whether all go on, or what went wrong. */
+static i64 request_batch(batch_plan *p, i64 status, i64 apart, const feature_ids *ids, double seconds, i64 *headers,
+                         i64 *needed, i64 *failed) {
+    i64 width = HEADER_WIDTH(p->exchanges);
     i64 *own = room(&p->header, p->world * width * sizeof(i64));
     if (!own) return NO_MEMORY;
     memset(own, 0, p->world * width * sizeof(i64));
@@ -168,21 +175,25 @@ static i64 request_batch(batch_plan *p, i64 status, const feature_ids *ids, doub
             if (r->n_keys == NO_MEMORY) return NO_MEMORY;
         }
         for (i64 rank = 0; rank < p->world; rank++) {
-            i64 *header = own + rank * width + 1 + 3 * e;
+            i64 *header = own + rank * width + 2 + 3 * e;
             header[0] = ids && invalid[0] < 0 ? ((i64 *)r->recv_counts.memory)[rank] : 0;
             header[1] = invalid[0];
             header[2] = invalid[1];
         }
     }
-    for (i64 rank = 0; rank < p->world; rank++) own[rank * width] = status;
+    for (i64 rank = 0; rank < p->world; rank++) {
+        own[rank * width] = status;
+        own[rank * width + 1] = apart;
+    }
     const i64 *ones = p->ones.memory;
     messages all = {own, headers, ones, ones, width * sizeof(i64)};
     i64 result = mesh_exchange(p->mesh, &all, 1, seconds, failed);
+    p->apart = result == 0 && headers[1];
     *needed = 0;
     for (i64 e = 0; e < p->exchanges && result == 0; e++) {
         requests *r = p->each[e].of + p->turn;
         i64 *send_counts = r->send_counts.memory;
-        for (i64 rank = 0; rank < p->world; rank++) send_counts[rank] = headers[rank * width + 1 + 3 * e];
+        for (i64 rank = 0; rank < p->world; rank++) send_counts[rank] = headers[rank * width + 2 + 3 * e];
         r->n_rows = total(send_counts, p->world);
         *needed += room_of_plan(r, with_gradients(p, e));
     }
@@ -253,10 +264,13 @@ static i64 find_collisions(batch_plan *p, double seconds, i64 *failed) {
     for (i64 e = 0; e < p->exchanges; e++) {
         exchange *x = p->each + e;
         requests *after = x->of + p->turn, *before = x->of + 1 - p->turn;
-        i64 result = p->has_before ? collide(x, before, after, p->world, p->messages + e) : mark_all(after);
+        i64 result = 0;
+        if (!p->has_before || p->apart) result = mark_all(after);
+        if (p->has_before && result == 0)
+            result = p->apart ? mark_all(before) : collide(x, before, after, p->world, p->messages + e);
         if (result) return result;
     }
-    if (!p->has_before) return 0;
+    if (!p->has_before || p->apart) return 0;
     i64 result = mesh_exchange(p->mesh, p->messages, p->exchanges, seconds, failed);
     for (i64 e = 0; e < p->exchanges && result == 0; e++)
         read_told(p->each + e, p->each[e].of + 1 - p->turn, p->each[e].of + p->turn, p->world);
@@ -369,6 +383,12 @@ static i64 plan_gradients(exchange *x, requests *r, i64 world, writer *w, plan_r
     return failed ? failed : plan_update(x, rows + n_rows, r->n_rows - n_rows, w, late + 1);
 }
 
+/* Of what is not urgent, rows and gradients. */
+static void say_nobody(i64 *counts, i64 world) {
+    for (i64 of = 0; of < 2; of++, counts += COUNTS * world)
+        for (i64 i = OTHER_RECV * world; i < COUNTS * world; i++) counts[i] = NOBODY;
+}
+
 typedef struct {
     void *to;
     const void *from;
@@ -388,6 +408,7 @@ i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *ou
         result = plan_rows(p, e, ids, &w, results + e);
         requests *r = with_gradients(p, e);
         if (result == 0 && r) result = plan_gradients(p->each + e, r, p->world, &w, results + e);
+        if (result == 0 && p->apart && p->has_before) say_nobody(results[e].counts, p->world);
     }
     p->turn = 1 - p->turn;
     p->has_before = !p->whole;
@@ -397,10 +418,10 @@ i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *ou
 
 /* request_batch, and fs_plan_batch behind it if all ranks go on and the room of `elements` is enough. Returns as the
  * former, or 2 if the batch is planned. */
-i64 fs_request_and_plan(batch_plan *p, i64 status, const feature_ids *ids, double seconds, i64 *headers, i64 *needed,
-                        i64 *failed, i64 *out, i64 elements, i64 *used, plan_result *results, const copy *copies,
-                        i64 n_copies) {
-    i64 result = request_batch(p, status, ids, seconds, headers, needed, failed);
+i64 fs_request_and_plan(batch_plan *p, i64 status, i64 apart, const feature_ids *ids, double seconds, i64 *headers,
+                        i64 *needed, i64 *failed, i64 *out, i64 elements, i64 *used, plan_result *results,
+                        const copy *copies, i64 n_copies) {
+    i64 result = request_batch(p, status, apart, ids, seconds, headers, needed, failed);
     if (result != 1 || *needed > elements) return result;
     result = fs_plan_batch(p, ids, seconds, out, used, results, failed, copies, n_copies);
     return result ? result : 2;

@@ -5,7 +5,8 @@ reads or updates it in place; a *token*, an empty tensor of the table's width, d
 out to say what must happen before what. So a table is never copied, saved or functionalized, and the order of
 reads and updates is data flow like any other.
 
-Counts (rows per peer) are CPU int64 tensors of length world, so a graph does not grow with the world.
+Counts (rows per peer) are CPU int64 tensors of length world, so a graph does not grow with the world. Where they say
+NOBODY (batch_plan.py), on every rank, a launch has nothing to do: what it returns has no rows, and no wait.
 
     plan_now                ids of this batch -> the plan of its exchange, everything urgent (collective)
     checked_rows            ids of this batch -> rows of tables that every rank holds whole (collective)

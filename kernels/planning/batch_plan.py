@@ -30,6 +30,14 @@ class ExchangeCounts(NamedTuple):
     other_send: torch.Tensor
 
 
+NOBODY = -1  # in place of a count: no rank sends anything to any other
+
+
+def nobody_sends(counts: torch.Tensor) -> bool:
+    """Then a launch has nothing to do, on any rank."""
+    return counts.tolist()[:1] == [NOBODY]
+
+
 class Extent(NamedTuple):
     """Of an array in the memory, in elements."""
 
@@ -76,12 +84,18 @@ class BatchPlan(Protocol):
     whole: bool
 
     def request(
-        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None
+        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False
     ) -> Headers | None:
         """Tell the other ranks what this one requests (ids of all features of all exchanges; status 0), or that it does
         not go on (no ids). Returns None if all ranks go on with valid ids, else what they say. Collective.
 
+        `apart`: whether the batch and the one before it are to be kept apart, if this is rank 0, whose word counts:
+        nothing is early or late between the two, and counts of what is say NOBODY.
         Where all go on and `room` is enough, it may do at once what `plan` would do with it."""
+
+    @property
+    def apart(self) -> bool:
+        """What rank 0 has said so of the batch that is planned."""
 
     @property
     def needed(self) -> int:

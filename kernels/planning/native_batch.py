@@ -65,25 +65,29 @@ class NativeBatchPlan:
         self._results: Any = None  # of the batch that is planned
         self._counts: np.ndarray = np.empty(0)  # that they point to
         self._planned_in: Room | None = None  # where `request` has planned the batch already
-        self._headers = np.empty((mesh.world, 1 + 3 * len(owners)), dtype=np.int64)
+        self._headers = np.empty((mesh.world, row_requests.header_width(len(owners))), dtype=np.int64)
         self._ids: native_plan.FeatureIds | None = None  # of the batch that is planned
         self._headers_address = native_plan.address_of(self._headers)
         self._needed, self._used, self._failed = answers = [ctypes.c_int64() for _ in range(3)]
         self._needed_address, self._used_address, self._failed_address = map(ctypes.addressof, answers)
 
     def request(
-        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None
+        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False
     ) -> row_requests.Headers | None:
         self._ids = None if ids is None else native_plan.FeatureIds(ids)
         address = None if self._ids is None else ctypes.addressof(self._ids)
         memory, elements, copies = room if room is not None else _NO_ROOM
         answer = native_plan.library().fs_request_and_plan(
-            self._address, status, address, self._timeout, self._headers_address, self._needed_address,
+            self._address, status, apart, address, self._timeout, self._headers_address, self._needed_address,
             self._failed_address, memory, elements, self._used_address, self._new_results(), _numbers(copies),
             len(copies)
         )  # fmt: skip
         self._planned_in = room if self._checked(answer) > _GO_ON else None
         return None if answer >= _GO_ON else row_requests.read_headers(self._headers, self._exchanges)
+
+    @property
+    def apart(self) -> bool:
+        return row_requests.kept_apart(self._headers)
 
     @property
     def needed(self) -> int:

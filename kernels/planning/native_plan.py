@@ -34,7 +34,7 @@ _SIGNATURES = {  # P: pointer, n: number, d: double, v: nothing; the result come
     "fs_new_batch_plan": "PPnnPn",
     "fs_free_batch_plan": "vP",
     "fs_plan_batch": "nPPdPPPPPn",
-    "fs_request_and_plan": "nPnPdPPPPnPPPn",
+    "fs_request_and_plan": "nPnnPdPPPPnPPPn",
     "fs_room_of_last": "nP",
     "fs_plan_last": "nPPPP",
 }

@@ -13,6 +13,7 @@ from freescale.kernels.planning import exchange_plan, row_requests
 from freescale.kernels.planning.batch_plan import (
     ALIGNMENT,
     GRADIENT_ARRAYS,
+    NOBODY,
     ROWS_ARRAYS,
     ExchangeCounts,
     Extent,
@@ -33,16 +34,17 @@ class ReferenceBatchPlan:
         self._own: list[OwnRequests | exchange_plan.InvalidId] = []
         self._send_counts: list[torch.Tensor] = []
         self._before: list[Requests] | None = None
+        self.apart = False
 
     def request(
-        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None
+        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False
     ) -> row_requests.Headers | None:
         features = iter(() if ids is None else ids)
         self._ids = [[] if ids is None else [next(features) for _ in t.first_rows] for t in self._tables]
         pairs = () if ids is None else zip(self._ids, self._tables, strict=True)
         self._own = [exchange_plan.own_requests(of_exchange, *tables) for of_exchange, tables in pairs]
-        headers = row_requests.exchange_headers(status, self._own, len(self._tables), self._world, self._group)
-        self._send_counts = headers.send_counts
+        headers = row_requests.exchange_headers(status, self._own, len(self._tables), self._world, self._group, apart)
+        self._send_counts, self.apart = headers.send_counts, headers.apart
         return headers if any(headers.statuses) or any(headers.invalid_ids) else None
 
     @property
@@ -70,9 +72,16 @@ class ReferenceBatchPlan:
                 rows = exchange_plan.plan_rows(after, exchange_plan.all_urgent(after))
                 if self.whole:
                     gradients = exchange_plan.plan_gradients(rows.split)
+            elif self.apart:
+                rows = exchange_plan.plan_rows(after, exchange_plan.all_urgent(after))
+                gradients = exchange_plan.plan_gradients(exchange_plan.all_urgent(self._before[i]))
             else:
                 gradients, rows = row_requests.split_colliding(self._before[i], after, self._group)
             planned.append(writer.write(torch.cat([t.long() for t in self._ids[i]]), after, rows, gradients))
+            if self.apart and self._before is not None:
+                for counts in (planned[-1].row_counts, planned[-1].gradient_counts):
+                    counts.other_recv.fill_(NOBODY)
+                    counts.other_send.fill_(NOBODY)
         self._before = None if self.whole else requests
         return writer.used, lambda: planned
 

@@ -40,6 +40,16 @@ class Headers(NamedTuple):
     statuses: list[int]  # of each rank: a number of the caller's
     send_counts: list[torch.Tensor]  # of each exchange, [world]: how many rows each rank requests from this one
     invalid_ids: list[tuple[int, exchange_plan.InvalidId] | None]  # of each exchange: rank, and its first invalid id
+    apart: bool  # rank 0 wants the batch kept apart from the one before it
+
+
+def header_width(exchanges: int) -> int:
+    """Status; apart or not; per exchange how many rows, feature and value of an invalid id (or -1)."""
+    return 2 + 3 * exchanges
+
+
+def kept_apart(received: np.ndarray) -> bool:
+    return bool(received[0, 1])
 
 
 def exchange_headers(
@@ -48,29 +58,30 @@ def exchange_headers(
     exchanges: int,
     world: int,
     group: dist.ProcessGroup,
+    apart: bool = False,
 ) -> Headers:
     """One small all-to-all. A rank that has nothing to request, since it will not go on, gives no `own`."""
-    sent = np.zeros((world, 1 + 3 * exchanges), dtype=np.int64)
+    sent = np.zeros((world, header_width(exchanges)), dtype=np.int64)
     received = np.empty_like(sent)
-    sent[:, 0], sent[:, 2::3] = status, -1
+    sent[:, 0], sent[:, 1], sent[:, 3::3] = status, apart, -1
     for i, requests in enumerate(own):
         if isinstance(requests, exchange_plan.InvalidId):
-            sent[:, 3 * i + 2 : 3 * i + 4] = requests
+            sent[:, 3 * i + 3 : 3 * i + 5] = requests
         else:
-            sent[:, 3 * i + 1] = requests.recv_counts.numpy()
+            sent[:, 3 * i + 2] = requests.recv_counts.numpy()
     all_to_all_cpu(torch.from_numpy(received), torch.from_numpy(sent), [1] * world, [1] * world, group)
     return read_headers(received, exchanges)
 
 
 def read_headers(received: np.ndarray, exchanges: int) -> Headers:
-    """[world, 1 + 3 * exchanges]: status; per exchange how many rows, feature and value of an invalid id (or -1)."""
+    """[world, header_width]"""
     invalid: list[tuple[int, exchange_plan.InvalidId] | None] = []
-    for features, values in zip(received[:, 2::3].T, received[:, 3::3].T, strict=True):
+    for features, values in zip(received[:, 3::3].T, received[:, 4::3].T, strict=True):
         rank = int(np.argmax(features >= 0))
         found = exchange_plan.InvalidId(int(features[rank]), int(values[rank]))
         invalid.append((rank, found) if found.feature >= 0 else None)
-    counts = [torch.from_numpy(received[:, 3 * i + 1].copy()) for i in range(exchanges)]
-    return Headers(received[:, 0].tolist(), counts, invalid)
+    counts = [torch.from_numpy(received[:, 3 * i + 2].copy()) for i in range(exchanges)]
+    return Headers(received[:, 0].tolist(), counts, invalid, kept_apart(received))
 
 
 def require_valid_ids(headers: Headers, tables: Sequence[str]) -> None:

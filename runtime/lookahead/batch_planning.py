@@ -22,6 +22,7 @@ from freescale.kernels.planning import row_requests
 from freescale.kernels.planning.batch_plan import BatchPlan
 from freescale.runtime import batch_structure
 from freescale.runtime.balance.integer_problem import BalanceError
+from freescale.runtime.lookahead.overlap_choice import OverlapChoice
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.samples.batch_balancer import BatchBalancer
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
@@ -70,9 +71,10 @@ class BatchPlanning:
         strict: bool,
         balancer: BatchBalancer | None,
         plan: BatchPlan,
+        choice: OverlapChoice | None = None,
     ) -> None:
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
-        self.balancer, self._plan = balancer, plan
+        self.balancer, self._plan, self._choice = balancer, plan, choice
         self.number = 0  # of the batch that is being loaded or planned
         self.busy_since: float | None = None  # with something that ends within the group's time-out
         self._batches: Iterator[Any] | None = None
@@ -168,7 +170,8 @@ class BatchPlanning:
         """Tell the owners which rows, once every rank has said that it goes on; where there is room, plan them too."""
         self.busy_since = time.monotonic()
         ids = None if loaded.status != _OK else [t for of_exchange in loaded.ids for t in of_exchange]
-        headers = self._plan.request(loaded.status, ids, None if loaded.block is None else loaded.block.room)
+        apart = self._choice is not None and self._choice.keep_apart()
+        headers = self._plan.request(loaded.status, ids, None if loaded.block is None else loaded.block.room, apart)
         if headers is None:
             return
         self._require_all_go_on(headers.statuses, loaded.error)
@@ -189,6 +192,7 @@ class BatchPlanning:
             self.number, loaded.batch, block, loaded.value_counts, loaded.loader_state, loaded.moved
         )
         planned.loaded = loaded.began, loaded.ended
+        planned.apart = self._plan.apart
         if self._plan.whole:
             planned.whole, planned.gradients = True, block
         elif self._previous is not None:
@@ -199,7 +203,7 @@ class BatchPlanning:
 
     def _require_same_options(self) -> None:
         self.busy_since = time.monotonic()
-        own = [self.balancer is not None, not self._plan.whole]
+        own = [self.balancer is not None, 0 if self._plan.whole else 1 if self._choice is None else 2]
         of_ranks = zip(*distributed.gather_ints(own, self.group), strict=True)
         self.busy_since = None
         for name, verb, values in zip(("balance", "overlap"), ("balance", "overlap steps"), of_ranks, strict=True):

@@ -25,6 +25,7 @@ from freescale.runtime.balance.sample_cost import FittedCost
 from freescale.runtime.lookahead.loop_coordinator import coordinator_of
 from freescale.runtime.lookahead.loop_state import LoopState
 from freescale.runtime.lookahead.model_tables import compiled_parts, exchanges_of
+from freescale.runtime.lookahead.overlap_choice import OverlapChoice
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planner import Planner
 from freescale.runtime.lookahead.pooled_bytes import PooledBytes
@@ -59,9 +60,11 @@ class LookaheadLoader:
                sample. With as many samples on every rank, averaged loss and gradients are those of the same global
                batch. `origin` says where the samples come from; `restore` sends outputs per sample back there. What
                a sample costs is fitted to the times of all ranks (`cost`, see FittedCost), or given in BalanceOptions
-    overlap    False: batches are loaded and planned ahead, but all rows and gradients of a step travel in that step,
-               none during the one before or behind. For steps that are so short that the host sets their time: half as
-               many launches cost it less than what they would hide
+    overlap    True: rows and gradients that a step does not wait for travel during the step before or behind it. That
+               takes twice as many launches, which in a very short step cost the host more than they hide. None, the
+               default: on a GPU both ways are tried for a few steps, now and then, and the faster one is kept (the
+               numbers are the same, `overlaps` says which it is). False: batches are loaded and planned ahead, but all
+               rows and gradients of a step travel in that step, in graphs for that alone
 
     The numbers are those of the loop without the wrapper. What a step leaves for the next one is applied before
     anything else sees the tables: at the end of the loop, on `break`, when an exception leaves it, before
@@ -79,14 +82,14 @@ class LookaheadLoader:
         *,
         strict: bool | None = None,
         balance: bool | BalanceOptions = False,
-        overlap: bool = True,
+        overlap: bool | None = None,
     ) -> None:
         self._parts = compiled_parts(model)
         self.loader, self.model = loader, model
         self._settings = _settings_of(self._parts[0])
         self.strict = self._settings.strict if strict is None else strict
-        if not isinstance(overlap, bool):
-            raise TypeError(f"freescale: overlap must be True or False, found {type(overlap).__name__}")
+        if overlap is not None and not isinstance(overlap, bool):
+            raise TypeError(f"freescale: overlap must be True, False or None, found {type(overlap).__name__}")
         self.overlap = overlap
         self.exchanges = list(dict.fromkeys(x for part in self._parts for x in exchanges_of(part)))
         for x in self.exchanges:
@@ -95,6 +98,7 @@ class LookaheadLoader:
                     f"freescale: table {x.name} is sharded over a part of the ranks; a LookaheadLoader plans for "
                     "tables that are sharded over all of them"
                 )
+        self._choice = OverlapChoice() if overlap is None and self._may_choose_overlap() else None
         self._coordinator = coordinator_of(self.exchanges, self._settings.link_gbps)
         self._stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
         self._pooled_bytes = PooledBytes()
@@ -131,7 +135,7 @@ class LookaheadLoader:
         step, exchange            number of the batch, name of the exchange
         values                    ids looked up
         unique_rows               different rows among them
-        colliding_rows            of those, rows that some rank used in the batch before, urgent (overlap=False: all)
+        colliding_rows            of those, urgent ones: used by some rank in the batch before, or steps do not overlap
         bytes_urgent, bytes_early         rows that the forward pass waits for, rows that came during the step before
         bytes_back_urgent, bytes_late     gradients sent at the end of the step, gradients sent during the next one
         bytes_urgent_per_value    what would be urgent if values were split without bringing duplicates together
@@ -154,6 +158,17 @@ class LookaheadLoader:
         fit                       the cost function at that step; None if it is not fitted
         """
         return [dict(s) for s in self._balance_stats.copy()]  # the loader's thread goes on adding to it
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether steps overlap their neighbours now: `overlap`, or what was found to be faster."""
+        return self.overlap is not False if self._choice is None else self._choice.overlap
+
+    def _may_choose_overlap(self) -> bool:
+        """On the CPU there is nothing to choose: what travels is the host's work either way. What is early or late may
+        be packed as other rows are not, and then the choice would be one of numbers, too."""
+        on_gpu = any(x.anchor.is_cuda for x in self.exchanges)
+        return on_gpu and not set(config.LOSSY_PASSES) & set(self._settings.enabled_passes())
 
     @property
     def origin(self) -> torch.Tensor:
@@ -196,7 +211,7 @@ class LookaheadLoader:
         try:
             connection = self._coordinator.stack.planning_connection(len(self._coordinator.stack.loops))
             balancer = self._balancer(connection.group)
-            settings = self.strict, self._settings.timeout, balancer, self.overlap
+            settings = self.strict, self._settings.timeout, balancer, self.overlap is not False, self._choice
             planner = Planner(self.loader, self.exchanges, connection, *settings)
             loop.stop_planning = planner.stop
             loop.planning_failed, loop.why_planning_failed = lambda: planner.failed, planner.why_failed
@@ -234,11 +249,14 @@ class LookaheadLoader:
     def _hand_out(
         self, loop: LoopState, planned: PlannedBatch, balancer: BatchBalancer | None, finished: FinishedStep | None
     ) -> Any:
-        trained = loop.current is not None and loop.current.used
+        before = loop.current if loop.current is not None and loop.current.used else None
+        if before is not None and finished is not None and self._choice is not None:
+            if before.apart == before.next_apart:
+                self._choice.step_finished(before.apart, finished)
         loop.hand_out(planned)
         self._loader_state = planned.loader_state
         if balancer is not None:
-            self._moved = balancer.take(planned.number, finished if trained else None)
+            self._moved = balancer.take(planned.number, None if before is None else finished)
         for exchange, plan in zip(self.exchanges, planned.plans, strict=True):
             pooled = self._pooled_bytes.count(exchange, plan, planned.batch)
             self._stats.append({"step": planned.number, "exchange": exchange.name, **plan.stats, **pooled})

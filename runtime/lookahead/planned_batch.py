@@ -24,9 +24,11 @@ class PlannedBatch:
     moved: BatchEvent | None = None  # what the planning thread has brought to the device
     loaded: tuple[float, float] = (0.0, 0.0)  # when the user's loader was at work on it, by time.perf_counter()
     whole: bool = False  # its plans are whole: no other batch has to do with them
+    apart: bool = False  # kept apart from the batch before it: nothing is early or late between the two
     # When it is known which batch follows:
     next: PlannedBatch | None = None  # None: the last
     gradients: PlanBlock | None = None
+    next_apart: bool = False  # `apart` of the next one
     # On the device, one per exchange; empty until the rows are planned there.
     plans: list[StepPlan] = field(default_factory=list)
 
@@ -49,6 +51,7 @@ class PlannedBatch:
             step_plan.plan_gradients(plan, self.gradients.arrays(planned.gradients), planned.gradient_counts)
             plan.last = self.next is None
             plan.next = step_plan.plan_without_rows(plan) if self.next is None else self.next.plans[i]
+        self.next_apart = self.next is not None and self.next.apart
         # What follows is the loop's affair; without this, every batch would keep all later ones.
         self.next = self.gradients = None
 

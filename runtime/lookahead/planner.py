@@ -28,6 +28,7 @@ import torch.distributed as dist
 from freescale.compat import distributed
 from freescale.kernels.transports import launch_record
 from freescale.runtime.lookahead.batch_planning import BatchPlanning, EndOfPlanning
+from freescale.runtime.lookahead.overlap_choice import OverlapChoice
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planning_connection import PlanningConnection
 from freescale.runtime.meter import LOADER, PLANNER
@@ -53,13 +54,15 @@ class Planner:
         timeout: float,
         balancer: BatchBalancer | None,
         overlap: bool = True,
+        choice: OverlapChoice | None = None,
     ) -> None:
+        """`choice`: of whether two batches overlap, if they may."""
         self._connection, self.timeout = connection, timeout
         self.group = group = connection.group
         self.failed = False  # between collectives: the connection cannot be used any more
         self.group_timeout = distributed.timeout_of(group).total_seconds()
         plan = connection.new_plan(exchanges, whole=not overlap)
-        self._planning = BatchPlanning(loader, exchanges, group, strict, balancer, plan)
+        self._planning = BatchPlanning(loader, exchanges, group, strict, balancer, plan, choice)
         self._abandoned = False
         # A loader that is slow to end may still be at work for a loop before this one.
         self._earlier_thread = _threads.get(group.group_name)

@@ -142,7 +142,8 @@ def plan_rows(
 ) -> StepPlan:  # fmt: skip
     """The forward half. `arrays`: as batch_plan.ROWS_ARRAYS, `anchor`: of the table's type and device."""
     ids, inverse, order, ends, early_rows, urgent_rows = arrays
-    n_urgent, n_early = (sum(c.tolist()) for c in (counts.urgent_recv, counts.other_recv))
+    n_urgent = sum(counts.urgent_recv.tolist())
+    n_early = ends.shape[0] - n_urgent  # the other counts may say that nobody sends anything
     row_bytes = anchor.shape[1] * anchor.element_size()
     return StepPlan(
         number=number,

@@ -89,7 +89,7 @@ class Trainer:
         self.model.item.optimizer = self.model.user.optimizer = optimizer
         return self
 
-    def train(self, share: float, steps: int, wrapped: bool, first: int = 0, state=None, overlap: bool = True):
+    def train(self, share: float, steps: int, wrapped: bool, first: int = 0, state=None, overlap: bool | None = True):
         """A plain loop. Returns losses; every parameter, row and optimizer state; the loader's stats."""
         import freescale
         import freescale.backend as backend

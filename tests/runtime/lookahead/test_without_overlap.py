@@ -63,7 +63,7 @@ def _ranks_differ() -> None:
     with pytest.raises(ValueError, match="some ranks overlap steps and others do not; give every LookaheadLoader the same"):
         for batch in freescale.LookaheadLoader(data(3), training.run, overlap=dist.get_rank() == 0):
             training.step(batch)
-    with pytest.raises(TypeError, match="overlap must be True or False, found str"):
+    with pytest.raises(TypeError, match="overlap must be True, False or None, found str"):
         freescale.LookaheadLoader(data(3), training.run, overlap="no")
     for batch in freescale.LookaheadLoader(data(3), training.run):
         training.step(batch)
