@@ -99,7 +99,7 @@ def _look_ahead():
         ahead = trainer.train(0.3, 100, wrapped=True)
         chosen = trainer.train(0.3, 100, wrapped=True, overlap=None)  # tries both ways
         assert same(plain, ahead) and same(plain, chosen), optimizer
-        assert {s["bytes_early"] == 0 for s in chosen[2][40:] if s["exchange"] == "item"} == {True, False}
+        assert {s["bytes_early"] == 0 for s in chosen[2][40:] if s["exchange"].startswith("item")} == {True, False}
         assert trainer.compilations == 1
     fused = Trainer("sgd", "all", "inductor", "cuda").train(0.3, 30, wrapped=True)
     again = Trainer("sgd", "none", "inductor", "cuda").train(0.3, 30, wrapped=False)
