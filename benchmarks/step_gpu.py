@@ -65,7 +65,7 @@ SIZES = {
     "cpu": {"8ms": (4, 12, 4), "45ms": (4, 24, 4), "150ms": (4, 48, 4)},
 }
 QUICK = {
-    "cuda": ["plain", "c10d-ahead", "staged", "staged-ahead", "staged-planned"],
+    "cuda": ["plain", "c10d-ahead", "staged", "staged-ahead", "staged-planned", "staged-chosen"],
     "cpu": ["plain", "capture", "c10d", "c10d-ahead", "c10d-planned", "c10d-ahead-balance"],
 }
 HEADLINES = (
@@ -234,16 +234,17 @@ def headlines(sizes: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def headlines_of_start(sizes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of 2 ranks, unless named. None: not measured. Look-ahead has the faster setting of `overlap`, where both are
-    measured; for the busy compute stream at 150 ms, balance counts, too, where it is faster. A meeting is the last
-    rank's, which waits for nobody; of the slowest variant."""
+    """Of 2 ranks, unless named. None: not measured. Look-ahead is as its loader chooses, if that is measured, else
+    with the faster setting of `overlap`. How busy the compute stream is: of the fastest, balanced or not. A meeting is
+    the last rank's, which waits for nobody; of the slowest variant."""
     two = {s["size"]: {r["variant"]: r for r in s["rows"]} for s in sizes if s["ranks"] == 2}
     found: dict[str, Any] = dict.fromkeys(HEADLINES)
     over_none = []
     for name, rows in two.items():
         ahead = []
         for v in ("c10d", "staged"):
-            with_it = [rows[f"{v}-{how}"] for how in ("ahead", "planned") if f"{v}-{how}" in rows]
+            settings = ("chosen",) if f"{v}-chosen" in rows else ("ahead", "planned")
+            with_it = [rows[f"{v}-{how}"] for how in settings if f"{v}-{how}" in rows]
             if v in rows and with_it:
                 over_none.append(min(r["step_ms"] for r in with_it) / rows[v]["step_ms"])
             ahead += with_it
@@ -254,11 +255,10 @@ def headlines_of_start(sizes: list[dict[str, Any]]) -> dict[str, Any]:
             found[f"step_over_dense_{name}"] = best["step_ms"] / rows["dense"]["slowest_rank_ms"]
         if name == "8ms":
             found["host_ms_added"] = best["host_ms"]["sum"] - rows["dense"]["host_ms"]["sum"]
-        if name == "150ms":
+        if name in ("45ms", "150ms"):
             balanced = [r for v, r in rows.items() if v.endswith("-balance")]
-            found["compute_busy_150ms"] = min((best, *balanced), key=lambda r: r["step_ms"])["compute_busy"]
+            found[f"compute_busy_{name}"] = min((best, *balanced), key=lambda r: r["step_ms"])["compute_busy"]
         if name == "45ms":
-            found["compute_busy_45ms"] = best["compute_busy"]
             found["times_plain_nccl_45ms"] = rows["plain"]["step_ms"] / best["step_ms"] if "plain" in rows else None
         added = [
             (rows[f"{v}-tables"]["host_ms"]["sum"] - r["host_ms"]["sum"]) / VARIANTS[f"{v}-tables"].further_tables
