@@ -118,7 +118,7 @@ def measure(setting: Setting, rank: int, steps: int, trace: Path) -> dict[str, A
     activities = [torch.profiler.ProfilerActivity.CUDA]
     profiler = torch.profiler.profile(activities=activities) if rank == 0 else None
     freescale.meter.clear()
-    loop = iter(freescale.LookaheadLoader(batches(setting, rank, WARM_UP + steps + 2), model))
+    loop = iter(freescale.LookaheadLoader(batches(setting, rank, WARM_UP + steps + 2), model, overlap=True))
     for number in range(WARM_UP + steps + 1):
         if number == WARM_UP and profiler is not None:
             torch.cuda.synchronize()

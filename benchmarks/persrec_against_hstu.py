@@ -200,7 +200,7 @@ def train(variant: str, model: Any, run: Any, place: int, steps: int) -> dict[st
     import freescale
 
     lengths = lengths_of(0, place, steps + SKIPPED + 1)
-    loader = freescale.LookaheadLoader(batches(variant, lengths, place), run)
+    loader = freescale.LookaheadLoader(batches(variant, lengths, place), run, overlap=True)
     clocks = np.array([(time.thread_time(), time.perf_counter()) for _ in loop(model, run, loader)])
     cpu, wall = np.diff(clocks, axis=0)[SKIPPED:].T
     moved = [s for s in loader.stats() if s["step"] >= SKIPPED]

@@ -88,7 +88,8 @@ class OneRank:
     def stand_in(self, sockets: list[socket.socket]) -> threading.Thread:
         """A thread that is all other ranks for one batch."""
         rows, counts = self.rows[-1], np.diff(np.searchsorted(self.asked[-1], np.arange(self.world + 1) * self.block))
-        messages = [([np.array([0, r.shape[0], -1, 0]) for r in rows], [32] * len(rows)), (rows, counts[1:] * 8)]
+        headers = [np.array([0, 0, r.shape[0], -1, 0]) for r in rows]  # row_requests.header_width(1)
+        messages = [(headers, [h.nbytes for h in headers]), (rows, counts[1:] * 8)]
         if len(self.asked) == 2:
             messages.append((self.flags(), [a.shape[0] + b.shape[0] for a, b in zip(*self.rows, strict=True)]))
 
@@ -137,6 +138,8 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.S
         if number > 1:
             times.append((np.diff(clock)[[0, 2, 3]] * 1e9 / rank.ids.per_rank).tolist())
         before, finished = after, before
+    for s in (*ours, *theirs):
+        s.close()
     assert finished is not None
     return times, finished
 
