@@ -95,7 +95,7 @@ class BatchPlan(Protocol):
 
     @property
     def apart(self) -> bool:
-        """What rank 0 has said so of the batch that is planned."""
+        """Whether the batch that is planned is kept apart from the one before it."""
 
     @property
     def needed(self) -> int:

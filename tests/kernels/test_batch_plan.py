@@ -94,13 +94,14 @@ def _same(seed: int, batches: int, shared: int | None, whole: bool = False) -> i
     tables = [_row_wise([100, 1, 7], world, [0, 2, 1, 0]), _row_wise([2**33 + 5, 3], world, [0, 1])]
     mesh = _open_mesh(shared)
     native, reference = NativeBatchPlan(mesh, tables, 30.0, whole), ReferenceBatchPlan(group, tables, whole)
-    rng, planned, kept_apart = np.random.default_rng((seed, rank)), 0, 0
+    rng, wishes = np.random.default_rng((seed, rank)), np.random.default_rng((seed, rank, 2))
+    planned = kept_apart = 0
     for number in range(batches):
         ids = [i for t in tables for i in _ids(rng, t, 1 + 40 * (number % 3))]
         # Room for none, or for any of these batches; on each rank for others.
         memory, copied = np.full(int(rng.integers(0, 2)) * 9000 + 1, -7, dtype=np.int64), np.zeros(3, dtype=np.int64)
         room = Room(*_room(memory)[:2], [Copy(*map(native_plan.address_of, (copied, SOURCE)), SOURCE.nbytes)])
-        apart = bool(rng.integers(0, 3) == 0)  # on each rank another wish; that of rank 0 counts
+        apart = bool(wishes.integers(0, 3) == 0)  # on each rank another one; that of rank 0 counts
         assert native.request(0, ids, room, apart) is None
         at_once = native.needed <= room.elements
         assert (copied == SOURCE).all() == at_once == (memory.shape[0] > 1)

@@ -108,6 +108,7 @@ def test_no_places_where_the_batch_is_refused(batch, words):
         batch_structure.feature_ids(batch, ["item"])
 
 
+@pytest.mark.thorough  # loading TorchRec takes seconds
 def test_keyed_jagged_tensors():
     KeyedJaggedTensor = pytest.importorskip("torchrec").KeyedJaggedTensor
 
