@@ -19,7 +19,6 @@ ONE_WORKER = {
     "test_lookahead.py": "lookahead",
     "test_lookahead_loop.py": "lookahead loop",
     "test_lookahead_random.py": "random",
-    "test_overlap_choice.py": "overlap choice",
     "test_meter.py": "meter",
     "test_netlab.py": "network",
     "test_overlap_attention.py": "overlap",
