@@ -22,7 +22,6 @@ from step_gpu_model import batches
 from step_gpu_variants import DENSE, GROUP_SECONDS, SAME_BITS, VARIANTS, Task, Trainee, Variant, World
 
 WARM_UP, TAIL = 3, 1  # steps at the start and the end of a block that do not count: there, look-ahead has no neighbour
-CHOOSING = 80  # batches that a LookaheadLoader needs to choose whether steps overlap
 AHEAD = 2  # steps that the host may be ahead of the device: then no launch waits for a full queue
 PHASES = ("next", "forward", "backward", "optimizer")
 
@@ -228,6 +227,8 @@ def compare(blocks: dict[str, list[list[Block]]], codegen: str, exact: bool = Tr
 
 def measure_size(name: str, world: World, trainees: dict[str, Trainee], say: Any) -> dict[str, Any]:
     """Every variant in turns."""
+    from freescale.runtime.lookahead import overlap_choice
+
     task = world.task
     size, exponent, steps = task.sizes[name]
     data = batches(task.shape, size, exponent, WARM_UP + steps + TAIL, world.device)
@@ -237,7 +238,7 @@ def measure_size(name: str, world: World, trainees: dict[str, Trainee], say: Any
         train(trainee, data[: WARM_UP + TAIL])
         if VARIANTS[variant].overlap is None:
             trainee.loader = None  # what it has chosen for another size
-            for _ in range(-(-CHOOSING // len(data))):
+            for _ in range(-(-overlap_choice.DECIDED_AFTER // len(data))):
                 train(trainee, data)
     for turn in range(task.rounds):
         for variant in order[turn % len(order) :] + order[: turn % len(order)]:

@@ -20,7 +20,7 @@ from freescale.kernels.compression import LOSSLESS
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LAUNCH_SUFFIXES, lib
 from freescale.kernels.planning import row_requests
-from freescale.kernels.planning.batch_plan import nobody_sends
+from freescale.kernels.planning.batch_plan import unless_nobody_sends
 from freescale.kernels.transports import c10d, launch_record, open_transports
 
 _launches: Counter[str] = Counter()  # of each label, in this process
@@ -75,19 +75,17 @@ def _unpack(packed: row_packing.Packed, received: torch.Tensor, out: torch.Tenso
 
 
 def _implement(transport_name: str) -> None:
+    @unless_nobody_sends
     def all_to_all_launch_packed(
         x, send_counts, recv_counts, n_recv, priority, table, group_name, packing
     ):
-        if nobody_sends(send_counts):
-            return x.new_empty((0, *x.shape[1:]))
         where = send_counts, recv_counts, n_recv, priority, table, group_name
         return launch_packed(transport_name, "gradients", x.contiguous(), *where, packing)
 
+    @unless_nobody_sends
     def all_to_all_rows_launch_packed(
         token, rows, send_counts, recv_counts, n_recv, priority, table, group_name, packing
     ):
-        if nobody_sends(send_counts):
-            return torch.empty_like(token)
         where = send_counts, recv_counts, n_recv, priority, table, group_name
         return launch_packed(transport_name, "rows", table_registry.gather_rows(table, rows), *where, packing)
 

@@ -13,7 +13,7 @@ from freescale.compat import distributed, dynamo
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LATE, lib
 from freescale.kernels.planning import exchange_plan, row_requests
-from freescale.kernels.planning.batch_plan import nobody_sends
+from freescale.kernels.planning.batch_plan import unless_nobody_sends
 from freescale.kernels.transports import c10d, launch_record
 
 RUN_LENGTH = 512  # entries of a segment that are added one after another
@@ -36,17 +36,15 @@ def exchange_backward(
     return _ops.update_.default(token, _wait(launched), rows, order, ends, priority, table)
 
 
+@unless_nobody_sends
 def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
-    if nobody_sends(send_counts):
-        return torch.empty_like(token)
     # The send buffer is the op's own: the Work holds it until it is done, also where the wait is in a later graph.
     packed = table_registry.gather_rows(table, rows)
     return _launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, group_name)
 
 
+@unless_nobody_sends
 def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):
-    if nobody_sends(send_counts):
-        return x.new_empty((0, *x.shape[1:]))
     return _launch("gradients", x.contiguous(), send_counts, recv_counts, n_recv, priority, table, group_name)
 
 
@@ -121,8 +119,6 @@ def _sum_segments(x, sizes):
 
 
 def update_(token, grad, rows, order, ends, priority, table):
-    if priority == LATE and not rows.shape[0]:  # what is urgent counts as a step even so
-        return torch.empty_like(token)
     with table_registry.table_for_update(table, late=priority == LATE) as updated:
         if grad.is_cuda and hasattr(updated, "sum_and_update"):  # one pass over memory instead of three
             updated.sum_and_update(grad.contiguous(), rows, order, ends)

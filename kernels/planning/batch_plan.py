@@ -5,8 +5,10 @@ The arrays of all exchanges stand in one piece of int64 memory, from which one c
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,9 +35,17 @@ class ExchangeCounts(NamedTuple):
 NOBODY = -1  # in place of a count: no rank sends anything to any other
 
 
-def nobody_sends(counts: torch.Tensor) -> bool:
-    """Then a launch has nothing to do, on any rank."""
-    return counts.tolist()[:1] == [NOBODY]
+def unless_nobody_sends(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A launch that does nothing where its `send_counts` say NOBODY. What it returns is like its first argument."""
+    place = list(inspect.signature(launch).parameters).index("send_counts")
+
+    @functools.wraps(launch)
+    def call(*args: Any) -> torch.Tensor:
+        if args[place].tolist()[:1] == [NOBODY]:
+            return args[0].new_empty((0, *args[0].shape[1:]))
+        return launch(*args)
+
+    return call
 
 
 class Extent(NamedTuple):

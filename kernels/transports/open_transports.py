@@ -20,7 +20,7 @@ import torch
 from freescale.compat import distributed, dynamo
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import COPY_TRANSPORTS, LAUNCH_SUFFIXES, lib
-from freescale.kernels.planning.batch_plan import nobody_sends
+from freescale.kernels.planning.batch_plan import unless_nobody_sends
 from freescale.kernels.transports import c10d, launch_record, proof, rank_view, selection, transport_speed
 
 log = logging.getLogger(__name__)
@@ -148,14 +148,12 @@ def _implement_launches(name: str) -> None:
         distributed.register_work(out, work)
         return out
 
+    @unless_nobody_sends
     def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):
-        if nobody_sends(send_counts):
-            return x.new_empty((0, *x.shape[1:]))
         return launch("gradients", x, send_counts, recv_counts, n_recv, priority, table, group_name)
 
+    @unless_nobody_sends
     def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
-        if nobody_sends(send_counts):
-            return torch.empty_like(token)
         packed = table_registry.gather_rows(table, rows)
         return launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, group_name)
 

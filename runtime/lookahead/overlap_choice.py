@@ -19,6 +19,7 @@ BLOCK = 10  # batches one way, then as many the other way
 BLOCKS = 4
 SETTLING = 6  # batches behind a trial: its last steps are still under way when the next batches are planned
 EVERY = 1000  # batches from a trial to the next one: batches change
+DECIDED_AFTER = WARM_UP + BLOCKS * BLOCK + SETTLING + 1  # batches
 WORTH = 0.99  # steps are kept apart where that takes less than so much of the time
 
 

@@ -44,13 +44,14 @@ class Training:
     kind: type[nn.Module] = Model
     # Compiling costs seconds: one model of a kind for all, put back to its beginning each time.
     compiled: dict[tuple[type, bool], Any] = {}
+    options: dict[str, str] = {}  # more of them
 
     def __init__(self, wrapped: bool) -> None:
         self.wrapped = wrapped
         if (self.kind, wrapped) not in self.compiled:
             model = self.kind()
             run = torch.compile(
-                model, backend="freescale", fullgraph=True, options={"codegen": "eager", "strict": True}
+                model, backend="freescale", fullgraph=True, options={"codegen": "eager", "strict": True, **self.options}
             )
             self.compiled[self.kind, wrapped] = run, model, {k: v.clone() for k, v in model.state_dict().items()}
         self.run, self.model, beginning = self.compiled[self.kind, wrapped]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from freescale.runtime.lookahead.overlap_choice import BLOCK, BLOCKS, EVERY, SETTLING, WARM_UP, OverlapChoice
+from freescale.runtime.lookahead.overlap_choice import BLOCK, BLOCKS, DECIDED_AFTER, EVERY, WARM_UP, OverlapChoice
 from freescale.runtime.meter import FinishedStep
 
 
@@ -38,7 +38,6 @@ def train(choice: OverlapChoice, batches: int, seconds: Any, on_device: bool = F
 
 
 TRIAL = range(WARM_UP, WARM_UP + BLOCKS * BLOCK)
-DECIDED = TRIAL.stop + SETTLING + 1
 
 
 @pytest.mark.parametrize("on_device", (False, True))
@@ -51,22 +50,22 @@ def test_the_faster_way_is_kept(apart_takes, kept_apart, on_device):
         return (apart_takes if apart else 1.0) * noise.uniform(0.999, 1.001) + compiling + (number % 13 == 0) * 7
 
     choice = OverlapChoice()
-    apart = train(choice, DECIDED + 100, seconds, on_device)
+    apart = train(choice, DECIDED_AFTER + 100, seconds, on_device)
     assert not any(apart[: TRIAL.start]) and sum(apart[i] for i in TRIAL) == len(TRIAL) // 2
-    assert not any(apart[TRIAL.stop : DECIDED - 1]) and set(apart[DECIDED:]) == {kept_apart}
+    assert not any(apart[TRIAL.stop : DECIDED_AFTER - 1]) and set(apart[DECIDED_AFTER:]) == {kept_apart}
     assert choice.overlap == (not kept_apart)
 
 
 def test_it_is_tried_again():
     """What is right at the beginning need not be right later."""
-    choice, change = OverlapChoice(), DECIDED + EVERY // 2
-    apart = train(choice, DECIDED + EVERY + DECIDED, lambda n, apart: 1.0 + 0.3 * (apart == (n > change)))
-    assert set(apart[DECIDED : DECIDED + 100]) == {True} and set(apart[-10:]) == {False}
+    choice, change = OverlapChoice(), DECIDED_AFTER + EVERY // 2
+    apart = train(choice, DECIDED_AFTER + EVERY + DECIDED_AFTER, lambda n, apart: 1.0 + 0.3 * (apart == (n > change)))
+    assert set(apart[DECIDED_AFTER : DECIDED_AFTER + 100]) == {True} and set(apart[-10:]) == {False}
     assert sum(a != b for a, b in zip(apart, apart[1:], strict=False)) < 4 * BLOCKS  # two trials, no more
 
 
 def test_nothing_is_decided_on_a_few_steps():
     choice = OverlapChoice()
-    for _ in range(DECIDED + 10):
+    for _ in range(DECIDED_AFTER + 10):
         choice.keep_apart()  # batches that nobody trains on
     assert choice.overlap
