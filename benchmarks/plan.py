@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from command_line import parser
+from freescale.kernels.native.memory_parts import split_arrays
 from freescale.kernels.planning import exchange_plan, native_plan
-from freescale.kernels.planning.batch_plan import Extent, Room
+from freescale.kernels.planning.batch_plan import Extents, Room
 from freescale.kernels.planning.native_batch import NativeBatchPlan
 from freescale.kernels.planning.rank_mesh import RankMesh
 from freescale.runtime.tables import step_plan
@@ -144,8 +145,8 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.S
     return times, finished
 
 
-def _tensors(memory: np.ndarray, extents: list[Extent]) -> list[torch.Tensor]:
-    return [native_plan.tensor(memory[begin : begin + size]) for begin, size in extents]
+def _tensors(memory: np.ndarray, extents: Extents) -> list[torch.Tensor]:
+    return split_arrays(torch.from_numpy(memory), extents.numbers, extents.begin, extents.end)
 
 
 def row(world: int, zipf: float, times: list[list[float]], finished: step_plan.StepPlan) -> dict:

@@ -171,7 +171,7 @@ def require_planned(ids, planned, step, table, equal):
     """On a GPU the comparison is the device's, so nothing waits for it here."""
     table_registry.count_lookup(table)
     message = (
-        f"freescale: {table}: the ids that reached the model are not those of batch {step.numpy()}, which is the next "
+        f"freescale: {table}: the ids that reached the model are not those of batch {step.tolist()}, which is the next "
         "that the LookaheadLoader handed out; pass each of its batches to the model once, in order"
     )
     got = torch.cat([i.long() for i in ids]) if len(ids) != 1 else ids[0]

@@ -15,7 +15,8 @@ import torch
 from freescale.compat import cuda
 
 _INT32 = range(-(2**31), 2**31)
-_is_constant: dict[Any, tuple[bool, ...]] = {}  # of each kernel: its parameters
+# By id, since a kernel takes a microsecond to hash: the kernel, and its first parameter that is a constant.
+_known: dict[int, tuple[Any, int]] = {}
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
 
@@ -29,37 +30,48 @@ def next_power_of_2(n: int) -> int:
 
 
 def launch(kernel: Any, grid: tuple[int], *args: Any, **options: Any) -> None:
-    """kernel[grid](*args, **options), on the current device and stream."""
-    constants = _is_constant.get(kernel)
-    if constants is None:
-        constants = _is_constant[kernel] = tuple(p.is_constexpr for p in getattr(kernel, "params", ()))
-    if not constants or _is_watched(kernel):  # in the interpreter, or under a profiler
+    """kernel[grid](*args, **options), on the current device and stream. The kernel's constants are its last
+    parameters."""
+    known = _known.get(id(kernel))
+    if known is None:
+        known = _known[id(kernel)] = kernel, _find_first_constant(kernel)
+    first_constant = known[1]
+    if first_constant < 0 or _is_watched(kernel):  # in the interpreter, or under a profiler
         kernel[grid](*args, **options)
         return
-    device = torch._C._cuda_getDevice()
-    key, values = [kernel, device, *options.values()], []
-    for argument, constant in zip(args, constants, strict=True):
-        if not constant and isinstance(argument, torch.Tensor):
+    device, constants = torch._C._cuda_getDevice(), args[first_constant:]
+    facts: list[Any] = [id(kernel), device, constants, *options.values()]
+    values: list[Any] = []
+    for argument in args[:first_constant]:
+        if isinstance(argument, torch.Tensor):
             address = argument.data_ptr()
-            key.append((argument.dtype, argument.is_cuda, address % 16 == 0))
+            facts.append(argument.dtype)
+            if address & 15 or not argument.is_cuda:
+                facts.append((address & 15 == 0, argument.is_cuda))
             values.append(address)  # the driver would be asked where a tensor's memory is
         else:
-            key.append(argument if constant else _fact(argument))
+            facts.append(argument in _INT32 if isinstance(argument, int) else type(argument))
             values.append(argument)
-    found = _compiled.get(tuple(key))
+    key = tuple(facts)
+    found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, **options)
         if hasattr(compiled, "packed_metadata"):  # not while it is being compiled elsewhere
-            _compiled[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
+            _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
         return
     run, function, metadata = found
     assert cuda.current_stream_handle is not None
-    run(grid[0], 1, 1, cuda.current_stream_handle(device), function, metadata, None, None, None, *values)
+    run(grid[0], 1, 1, cuda.current_stream_handle(device), function, metadata, None, None, None, *values, *constants)
 
 
-def _fact(argument: Any) -> Any:
-    """What a compiled kernel depends on."""
-    return argument in _INT32 if isinstance(argument, int) else type(argument)
+def _find_first_constant(kernel: Any) -> int:
+    """-1 in the interpreter, whose functions do not say."""
+    is_constant = [p.is_constexpr for p in getattr(kernel, "params", ())]
+    if not is_constant:
+        return -1
+    first = is_constant.index(True) if True in is_constant else len(is_constant)
+    assert all(is_constant[first:]), f"{kernel}: a parameter behind the first constant is none"
+    return first
 
 
 def _is_watched(kernel: Any) -> bool:

@@ -26,6 +26,7 @@ LIBRARIES = {
     "planning": ("planning", "batch_plan", "mesh", "mailboxes"),
     "meetings of ranks": ("status_board",),
     "launches of staged and peer": ("transfers",),
+    "tensors of plans": ("memory_parts",),
 }
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-Wall")  # no -march: hosts of a cluster may share the folder

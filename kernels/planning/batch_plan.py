@@ -5,6 +5,7 @@ The arrays of all exchanges stand in one piece of int64 memory, from which one c
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -55,6 +56,31 @@ class Extent(NamedTuple):
     size: int
 
 
+class Extents:
+    """Of several arrays, as the C code writes and reads them: `numbers` is a ctypes array of int64 with the offset and
+    the size of each; of those, the ones from `begin` to `end`."""
+
+    __slots__ = ("numbers", "begin", "end")
+
+    def __init__(self, numbers: Any, begin: int, end: int) -> None:
+        self.numbers, self.begin, self.end = numbers, begin, end
+
+    @classmethod
+    def of(cls, extents: Sequence[Extent]) -> Extents:
+        numbers = [number for extent in extents for number in extent]
+        return cls((ctypes.c_int64 * len(numbers))(*numbers), 0, len(extents))
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def __getitem__(self, i: int) -> Extent:
+        place = 2 * range(self.begin, self.end)[i]
+        return Extent(self.numbers[place], self.numbers[place + 1])
+
+    def first(self, n: int) -> Extents:
+        return Extents(self.numbers, self.begin, self.begin + n)
+
+
 class Copy(NamedTuple):
     """Addresses, and a number of bytes."""
 
@@ -74,10 +100,10 @@ class Room(NamedTuple):
 class PlannedExchange(NamedTuple):
     """One exchange of a batch."""
 
-    rows: list[Extent]
+    rows: Extents
     row_counts: ExchangeCounts
     urgent_entries: int  # positions with urgent rows
-    gradients: list[Extent]  # of the batch before, of no size behind the first; in whole plans, of the batch itself
+    gradients: Extents  # of the batch before, of no size behind the first; in whole plans, of the batch itself
     gradient_counts: ExchangeCounts
 
 

@@ -21,7 +21,7 @@ from freescale.kernels.planning.batch_plan import (
     ROWS_ARRAYS,
     Copy,
     ExchangeCounts,
-    Extent,
+    Extents,
     Planned,
     PlannedExchange,
     Room,
@@ -137,10 +137,9 @@ def _numbers(copies: Sequence[Copy]) -> Any:
 
 
 def _read(result: Any, counts: np.ndarray, whole: bool) -> PlannedExchange:
-    numbers = iter(result.layout)
-    extents = list(map(Extent, numbers, numbers))
-    n, c = len(ROWS_ARRAYS), _COUNTS // 2
+    layout, c = result.layout, _COUNTS // 2
     row_counts = ExchangeCounts(*map(torch.from_numpy, counts[:c]))
     # A whole plan's gradients go back where its rows came from.
     gradient_counts = row_counts if whole else ExchangeCounts(*map(torch.from_numpy, counts[c:]))
-    return PlannedExchange(extents[:n], row_counts, result.urgent_entries, extents[n:], gradient_counts)
+    rows, gradients = Extents(layout, 0, len(ROWS_ARRAYS)), Extents(layout, len(ROWS_ARRAYS), _ARRAYS)
+    return PlannedExchange(rows, row_counts, result.urgent_entries, gradients, gradient_counts)

@@ -17,6 +17,7 @@ from freescale.kernels.planning.batch_plan import (
     ROWS_ARRAYS,
     ExchangeCounts,
     Extent,
+    Extents,
     Planned,
     PlannedExchange,
     Room,
@@ -124,9 +125,8 @@ class _Writer:
             split = gradients.split
             arrays = [split.urgent.index, *gradients.urgent_update, split.rest.index, *gradients.late_update]
             of_gradients, gradient_counts = list(map(self._place, arrays)), _counts(split)
-        return PlannedExchange(
-            of_rows, row_counts, 0 if rows is None else rows.urgent_entries, of_gradients, gradient_counts
-        )
+        entries = 0 if rows is None else rows.urgent_entries
+        return PlannedExchange(Extents.of(of_rows), row_counts, entries, Extents.of(of_gradients), gradient_counts)
 
     def _place(self, array: torch.Tensor) -> Extent:
         extent = Extent(self.used, array.shape[0])

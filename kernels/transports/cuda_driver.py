@@ -156,6 +156,10 @@ class CudaDriver:
         assert cuda.current_stream_handle is not None
         return cuda.current_stream_handle(self._index)
 
+    def upload(self, to: int, data: int, nbytes: int, stream: int) -> None:
+        """copy_to_device, whatever the thread's current context is."""
+        self._call_in_context("cuMemcpyHtoDAsync_v2", to, data, nbytes, stream)
+
     def record(self, event: DriverEvent, stream: int) -> None:
         self._call_in_context("cuEventRecord", event.handle, stream)
 

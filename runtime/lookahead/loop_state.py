@@ -105,6 +105,7 @@ class LoopState:
             self.apply_pending()
         for x, (before, plan), fetch in zip(self.exchanges, pairs, skipped, strict=True):
             x.freescale_plan = plan
+            x.anchor.grad = None  # else autograd adds nothing to nothing, which takes the host as long as a launch
             if plan.whole:
                 continue
             plan.before = step_plan.no_late_gradients(plan) if before is None else before.late_gradients()

@@ -45,7 +45,7 @@ class PlannedBatch:
         self.gradients.upload()
         for i, (plan, planned) in enumerate(zip(self.plans, self.gradients.exchanges, strict=True)):
             if self.whole:
-                arrays = self.gradients.arrays(planned.gradients[: step_plan.ARRAYS_OF_ALL_GRADIENTS])
+                arrays = self.gradients.arrays(planned.gradients.first(step_plan.ARRAYS_OF_ALL_GRADIENTS))
                 step_plan.plan_all_gradients(plan, arrays, planned.gradient_counts)
                 continue
             step_plan.plan_gradients(plan, self.gradients.arrays(planned.gradients), planned.gradient_counts)

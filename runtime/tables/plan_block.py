@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from freescale.compat import dlpack
+from freescale.kernels.native.memory_parts import Part, split_arrays, split_memory
 from freescale.kernels.planning import native_plan
-from freescale.kernels.planning.batch_plan import ALIGNMENT, Copy, Extent, Planned, PlannedExchange, Room
+from freescale.kernels.planning.batch_plan import ALIGNMENT, Copy, Extents, Planned, PlannedExchange, Room
 from freescale.kernels.transports import cuda_driver
 from freescale.runtime import batch_structure
 from freescale.runtime.batch_structure import BatchEvent
@@ -43,12 +43,15 @@ class PinnedMemory:
                 return memory
         return torch.empty(1 << (elements - 1).bit_length(), dtype=torch.int64, pin_memory=True)
 
-    def give_back(self, memory: torch.Tensor) -> None:
-        """In the training thread, behind the copy to the device, which the current stream makes."""
+    def copy_to(self, target: torch.Tensor, memory: torch.Tensor) -> None:
+        """In the training thread: the current stream fills `target` with as much of the memory, which is given back."""
         driver = cuda_driver.driver_of(self._device)
+        stream = driver.current_stream()
         if self._being_read and driver.is_done(self._being_read[0][1]):
             self._idle.append(self._being_read.popleft()[0])
-        self._being_read.append((memory, driver.record_event(driver.current_stream())))
+        if target.nbytes:
+            driver.upload(target.data_ptr(), memory.data_ptr(), target.nbytes, stream)
+        self._being_read.append((memory, driver.record_event(stream)))
 
 
 class PlanBlock:
@@ -65,7 +68,6 @@ class PlanBlock:
         self._first = sum(sizes)  # element of the plans; tensors come before
         self._places = [end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
         self._memory: torch.Tensor | None = None  # on the device, once it is there
-        self._parts: dict[tuple[int, int], torch.Tensor] = {}  # of that memory, by begin and size
         self._used = 0
         self._read_plans: Callable[[], list[PlannedExchange]] = list
         self.make_room(elements)
@@ -99,55 +101,26 @@ class PlanBlock:
     def upload(self) -> None:
         """On the current stream of the device, once."""
         if self._host is not None and self._memory is None:
-            self._memory = self._host[: self._first + self._used].to(self._device, non_blocking=True)
-            self._pinned.give_back(self._host)
+            # Not by `Tensor.to`: to find out what it is to do takes it longer than to do it.
+            self._memory = torch.empty(self._first + self._used, dtype=torch.int64, device=self._device)
+            self._pinned.copy_to(self._memory, self._host)
             self._host = None
 
-    def arrays(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
+    def arrays(self, extents: Extents) -> list[torch.Tensor]:
         """Arrays of the plans, as tensors on the device."""
-        first = self._first
-        if self._memory is None:
-            return [native_plan.tensor(self._array[first + begin : first + begin + size]) for begin, size in extents]
-        return [self._part(first + begin, size) for begin, size in extents]
+        if self._memory is None:  # it is on the CPU
+            self._memory = torch.from_numpy(self._array)
+        return split_arrays(self._memory, extents.numbers, extents.begin, extents.end, self._first)
 
     def unpack(self, batch: Any) -> Any:
         """The batch with its tensors on the device."""
-        return _replace_packable(batch, self._tensors_on_device()) if self._tensors else batch
-
-    def _tensors_on_device(self) -> Iterator[torch.Tensor]:
-        for place, t in zip(self._places, self._tensors, strict=True):
-            on_device = self._part(place, _elements(t))
-            if t.dtype != torch.int64:
-                on_device = on_device.view(t.dtype)
-                if on_device.shape[0] != t.numel():
-                    on_device = on_device[: t.numel()]
-            yield on_device if t.dim() == 1 else on_device.view(t.shape)
-
-    def _part(self, begin: int, size: int) -> torch.Tensor:
-        """Of the memory, as a tensor that is no view: to a compiled graph, views of one storage are related."""
+        if not self._tensors:
+            return batch
         assert self._memory is not None
-        if not size:
-            return self._memory.new_empty(0)
-        if (begin, size) not in self._parts:
-            self._split_memory()
-        return dlpack.detached(self._parts[begin, size])
-
-    def _split_memory(self) -> None:
-        """Into all that is in it: one op for all, which makes no views that autograd knows of."""
-        assert self._memory is not None
-        sizes, end = [], 0
-        plans = (e for x in self.exchanges for e in (*x.rows, *x.gradients))
-        tensors = zip(self._places, map(_elements, self._tensors), strict=True)
-        extents = sorted({e for e in (*tensors, *((self._first + begin, size) for begin, size in plans)) if e[1]})
-        for begin, size in extents:
-            sizes += [begin - end, size]
-            end = begin + size
-        parts = self._memory.unsafe_split_with_sizes([*sizes, self._memory.shape[0] - end])[1::2]
-        self._parts = dict(zip(extents, parts, strict=True))
-
-
-def _elements(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // _ELEMENT)
+        places = zip(self._places, self._tensors, strict=True)
+        flat = split_memory(self._memory, [Part(_ELEMENT * place, t.numel(), t.dtype) for place, t in places])
+        pairs = zip(flat, self._tensors, strict=True)
+        return _replace_packable(batch, iter([x if t.dim() == 1 else x.view(t.shape) for x, t in pairs]))
 
 
 def packable_tensors(leaves: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
