@@ -6,6 +6,7 @@ numbers: a choice changes the time that a step takes and nothing else. Rank 0 de
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 from collections import deque
@@ -15,12 +16,15 @@ from freescale.runtime.meter import FinishedStep
 log = logging.getLogger(__name__)
 
 WARM_UP = 24  # batches before the first trial: graphs are compiled, memory is found
-BLOCK = 10  # batches one way, then as many the other way
-BLOCKS = 4
+# A trial: batches one way, then as many the other way, and so on. A host can be a fifth slower for some ten steps on end,
+# by what else runs on it: so neighbours are compared, and there are many.
+BLOCK = 6
+BLOCKS = 20
 SETTLING = 6  # batches behind a trial: its last steps are still under way when the next batches are planned
-EVERY = 1000  # batches from a trial to the next one: batches change
+EVERY = 2000  # batches from a trial to the next one: batches change
 DECIDED_AFTER = WARM_UP + BLOCKS * BLOCK + SETTLING + 1  # batches
 WORTH = 0.99  # steps are kept apart where that takes less than so much of the time
+_FEW = 3  # steps: of a block with fewer, nothing can be said
 
 
 class OverlapChoice:
@@ -29,14 +33,14 @@ class OverlapChoice:
     def __init__(self) -> None:
         self.overlap = True
         self._asked = -WARM_UP  # batches since the trial began, or until it begins
-        self._seconds: dict[bool, list[float]] = {True: [], False: []}  # of steps of the trial, by `apart`
+        self._blocks: list[tuple[bool, list[float]]] = []  # of the trial: `apart`, and seconds of steps
         self._unread: deque[tuple[bool, FinishedStep]] = deque()  # the device has not told all of them yet
 
     def keep_apart(self) -> bool:
         """Whether to keep the next batch apart from the one before it."""
         number, self._asked = self._asked, self._asked + 1
         if number == 0:
-            self._seconds = {True: [], False: []}
+            self._blocks = []
         if 0 <= number < BLOCKS * BLOCK:
             return number // BLOCK % 2 == 1
         if number == BLOCKS * BLOCK + SETTLING:
@@ -52,14 +56,29 @@ class OverlapChoice:
             if step.on_device is not None and not step.on_device.read():
                 break
             self._unread.popleft()
-            self._seconds[apart].append(step.seconds if step.on_device is None else step.on_device.seconds)
+            if self._asked >= 0:
+                self._add(apart, step.seconds if step.on_device is None else step.on_device.seconds)
+
+    def _add(self, apart: bool, seconds: float) -> None:
+        blocks = self._blocks  # the planning thread begins another list
+        if not blocks or blocks[-1][0] != apart:
+            blocks.append((apart, []))
+        blocks[-1][1].append(seconds)
 
     def _decide(self) -> None:
-        if any(len(s) < BLOCK for s in self._seconds.values()):
+        blocks = [(apart, _typical(seconds)) for apart, seconds in self._blocks if len(seconds) >= _FEW]
+        pairs = [dict(pair) for pair in itertools.pairwise(blocks) if pair[0][0] != pair[1][0]]
+        if len(pairs) < BLOCKS // 2:
             return  # most of the batches were not trained on
-        overlapping, apart = (statistics.median(self._seconds[way]) * 1e3 for way in (False, True))
-        self.overlap = apart >= WORTH * overlapping
+        ratio = statistics.median(pair[True] / pair[False] for pair in pairs)
+        self.overlap = ratio >= WORTH
         log.info(
-            "steps take %.3g ms if they overlap and %.3g ms if they are kept apart: they %s",
-            overlapping, apart, "overlap" if self.overlap else "are kept apart"
+            "a step that is kept apart takes %.3g of the time of one that overlaps its neighbours (%.3g ms): they %s",
+            ratio, statistics.median(pair[False] for pair in pairs) * 1e3,
+            "overlap" if self.overlap else "are kept apart"
         )  # fmt: skip
+
+
+def _typical(seconds: list[float]) -> float:
+    """The mean without the longest step: now and then there is one that writes a checkpoint."""
+    return statistics.fmean(sorted(seconds)[:-1])

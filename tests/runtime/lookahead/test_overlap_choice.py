@@ -56,6 +56,23 @@ def test_the_faster_way_is_kept(apart_takes, kept_apart, on_device):
     assert choice.overlap == (not kept_apart)
 
 
+@pytest.mark.parametrize("apart_takes", (0.93, 1.07))
+def test_hosts_that_are_slow_for_a_while(apart_takes):
+    """Steps that take a fifth longer for seven steps on end, as on a host that others use, too."""
+    right = 0
+    for seed in range(60):
+        noise, slow = random.Random(seed), [0.0]
+
+        def seconds(number: int, apart: bool, noise=noise, slow=slow) -> float:
+            slow[0] = 0.2 - slow[0] if noise.random() < 0.15 else slow[0]
+            return (apart_takes if apart else 1.0) * (1 + slow[0]) * noise.gauss(1.0, 0.05)
+
+        choice = OverlapChoice()
+        train(choice, DECIDED_AFTER, seconds, on_device=True)
+        right += choice.overlap == (apart_takes > 1)
+    assert right >= 55
+
+
 def test_it_is_tried_again():
     """What is right at the beginning need not be right later."""
     choice, change = OverlapChoice(), DECIDED_AFTER + EVERY // 2

@@ -146,7 +146,7 @@ def _chosen_for_real() -> None:
     training, plain = Training(True), Training(False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(freescale.LookaheadLoader, "_may_choose_overlap", lambda self: True)
-        for name, value in {"WARM_UP": 2, "BLOCK": 3, "SETTLING": 5, "EVERY": 10}.items():
+        for name, value in {"WARM_UP": 2, "BLOCK": 4, "BLOCKS": 4, "SETTLING": 5, "EVERY": 10}.items():
             patch.setattr(overlap_choice, name, value)
         loader = training.loader(data(40))
         for batch in loader:
