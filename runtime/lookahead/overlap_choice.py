@@ -16,8 +16,8 @@ from freescale.runtime.meter import FinishedStep
 log = logging.getLogger(__name__)
 
 WARM_UP = 24  # batches before the first trial: graphs are compiled, memory is found
-# A trial: batches one way, then as many the other way, and so on. A host can be a fifth slower for some ten steps on end,
-# by what else runs on it: so neighbours are compared, and there are many.
+# A trial: batches one way, then as many the other way, and so on. What else runs on a host can slow it by a fifth for
+# ten steps on end: so neighbours are compared, and there are many.
 BLOCK = 6
 BLOCKS = 20
 SETTLING = 6  # batches behind a trial: its last steps are still under way when the next batches are planned
