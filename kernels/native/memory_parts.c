@@ -1,4 +1,5 @@
-/* Tensors over parts of one tensor's memory, each with a storage of its own: by DLPack, in one call for all. (A slice of a tensor shares its storage; to a compiled graph, tensors with one storage are related.)
+/* Tensors over parts of one tensor's memory, each with a storage of its own: by DLPack, in one call for all. (A slice of
+ * a tensor shares its storage; to a compiled graph, tensors with one storage are related.)
  *
  * The parts keep the whole alive: it is given back with the last of them, in whatever thread that is. */
 
@@ -14,6 +15,7 @@ extern object *PyList_New(intptr_t size);
 extern int PyList_SetItem(object *list, intptr_t index, object *item);
 extern object *PyCapsule_New(void *pointer, const char *name, void (*destroy)(object *));
 extern void *PyCapsule_GetPointer(object *capsule, const char *name);
+extern int PyCapsule_IsValid(object *capsule, const char *name);
 extern int PyCapsule_SetName(object *capsule, const char *name);
 extern object *PyObject_CallFunctionObjArgs(object *function, ...);
 extern object *PyErr_NoMemory(void);
@@ -84,14 +86,20 @@ static object *as_tensors(struct pieces *all, int64_t n, object *from_dlpack)
 {
     object *tensors = PyList_New(n);
     int64_t made = 0;
+    int complete = 0;
     for (; tensors && made < n; made++) {
         object *capsule = PyCapsule_New(&all->pieces[made].managed, NAME, NULL);
         object *tensor = capsule ? PyObject_CallFunctionObjArgs(from_dlpack, capsule, NULL) : NULL;
+        int taken = capsule && !PyCapsule_IsValid(capsule, NAME); /* it has another name then */
         if (capsule) Py_DecRef(capsule);
-        if (!tensor) break;
+        if (!tensor) {
+            made += taken;
+            break;
+        }
         PyList_SetItem(tensors, made, tensor);
+        complete = made + 1 == n;
     }
-    if (tensors && made == n) return tensors;
+    if (complete) return tensors;
     for (int64_t i = made; i < n; i++) give_back(&all->pieces[i].managed); /* nobody else does */
     if (tensors) Py_DecRef(tensors);
     return NULL;

@@ -70,9 +70,6 @@ class Extents:
         numbers = [number for extent in extents for number in extent]
         return cls((ctypes.c_int64 * len(numbers))(*numbers), 0, len(extents))
 
-    def __len__(self) -> int:
-        return self.end - self.begin
-
     def __getitem__(self, i: int) -> Extent:
         place = 2 * range(self.begin, self.end)[i]
         return Extent(self.numbers[place], self.numbers[place + 1])

@@ -80,16 +80,21 @@ def test_the_last_part_gives_the_memory_back(language):
     assert alive() is None
 
 
-def test_a_part_that_cannot_be_made():
-    """Nothing is lost: neither the error, nor the memory."""
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("taken", (False, True))
+def test_a_part_that_cannot_be_made(number, taken):
+    """Nothing is lost: neither the error, nor the memory. (Were it given back twice, the process would end.)"""
     array, made = np.arange(64), []
     memory, alive = torch.from_numpy(array), weakref.ref(array)
 
     def from_capsule(capsule):
-        if len(made) == 2:
+        if len(made) == number and not taken:
             raise ValueError("no more")
         made.append(None)
-        return dlpack.from_capsule(capsule)
+        tensor = dlpack.from_capsule(capsule)
+        if len(made) == number + 1 and taken:
+            raise ValueError("no more")
+        return tensor
 
     functions, numbers = memory_parts._functions(), extents((0, 1), (1, 1), (2, 1), (3, 1))
     with pytest.raises(ValueError, match="no more"):
