@@ -84,7 +84,7 @@ class BatchPlanning:
         self._previous: PlannedBatch | None = None  # its gradients are not planned yet
         self._features = list(dict.fromkeys(f for x in exchanges for f in x.features))
         self._device = exchanges[0].anchor.device
-        self._pinned = PinnedMemory(self._device)
+        self._pinned = PinnedMemory(self._device) if self._device.type != "cpu" else None
         self._room = 0  # elements that were enough for every plan so far
 
     def advance(self) -> PlannedBatch | None:

@@ -1,8 +1,8 @@
 """The background thread of a loop over a LookaheadLoader: it plans one batch after the other, ahead of the loop.
 
 It has a connection of its own (planning_connection.py) and never touches the training group. What it makes stays in
-memory of the CPU, pinned for a GPU; the loop's thread brings it to the device, in one copy (plan_block.py). A batch
-that is there already it reads on the default stream, since nobody says on which other one the batch was made.
+memory of the CPU, pinned for a GPU; the loop's thread brings it to the device (plan_block.py). A batch that is there
+already it reads on the default stream, since nobody says on which other one the batch was made.
 
 Whatever goes wrong on one rank while it loads a batch, all ranks hear of it before they do anything together, and each
 raises in its user's loop. What goes wrong later, between the collectives of planning, a rank posts in the store before

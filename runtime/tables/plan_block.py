@@ -1,4 +1,4 @@
-"""The plans of a batch in one piece of memory, with the tensors of the batch: one copy brings them to the device.
+"""The plans of a batch in one piece of memory, with the tensors of the batch: two copies bring them to the device.
 
 The planning thread fills a block, without Python's lock. The training thread brings it to the device, on its own
 stream: that takes it less time than to wait for the lock while another thread does it. For the same reason it is the
@@ -7,7 +7,6 @@ training thread that finds out which pinned memory can be used again.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -24,6 +23,7 @@ from freescale.runtime import batch_structure
 from freescale.runtime.batch_structure import BatchEvent
 
 _ELEMENT = 8  # bytes of int64
+SMALL_BYTES = 16384  # a tensor of the batch that is not larger may well be kept: see PlanBlock
 
 
 class PinnedMemory:
@@ -43,31 +43,46 @@ class PinnedMemory:
                 return memory
         return torch.empty(1 << (elements - 1).bit_length(), dtype=torch.int64, pin_memory=True)
 
-    def copy_to(self, target: torch.Tensor, memory: torch.Tensor) -> None:
-        """In the training thread: the current stream fills `target` with as much of the memory, which is given back."""
+    def upload(self, memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """In the training thread: the memory, up to the sum of `sizes`, as tensors of these sizes on the device. The
+        current stream copies it; then it is given back."""
         driver = cuda_driver.driver_of(self._device)
-        stream = driver.current_stream()
+        stream, address = driver.current_stream(), memory.data_ptr()
         if self._being_read and driver.is_done(self._being_read[0][1]):
             self._idle.append(self._being_read.popleft()[0])
-        if target.nbytes:
-            driver.upload(target.data_ptr(), memory.data_ptr(), target.nbytes, stream)
+        # Not by `Tensor.to`: to find out what it is to do takes it longer than to do it.
+        uploaded = [torch.empty(size, dtype=torch.int64, device=self._device) for size in sizes]
+        for target in filter(torch.Tensor.numel, uploaded):
+            driver.upload(target.data_ptr(), address, target.nbytes, stream)
+            address += target.nbytes
         self._being_read.append((memory, driver.record_event(stream)))
+        return uploaded
 
 
 class PlanBlock:
     """`elements`: room for plans. `tensors`: of the batch, on the CPU, contiguous. `pinned`: where its memory comes
-    from, with a GPU."""
+    from, with a GPU.
+
+    On the device small tensors of the batch are apart from all else: a loop may keep labels for a whole epoch, and
+    whoever keeps a tensor keeps all that is in one piece of memory with it."""
 
     def __init__(
         self, elements: int, device: torch.device, tensors: Sequence[torch.Tensor] = (),
         pinned: PinnedMemory | None = None,
     ) -> None:  # fmt: skip
-        self._device, self._tensors = device, tensors
-        self._pinned = pinned if pinned is not None else PinnedMemory(device)
-        sizes = [-(-t.nbytes // (_ELEMENT * ALIGNMENT)) * ALIGNMENT for t in tensors]
-        self._first = sum(sizes)  # element of the plans; tensors come before
-        self._places = [end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
-        self._memory: torch.Tensor | None = None  # on the device, once it is there
+        self._tensors = tensors
+        self._pinned = PinnedMemory(device) if pinned is None and device.type != "cpu" else pinned
+        # Elements: where each tensor is, where the small ones end and where the plans begin.
+        self._places = [0] * len(tensors)
+        self._small_end = self._first = 0
+        for i in sorted(range(len(tensors)), key=lambda i: tensors[i].nbytes > SMALL_BYTES):
+            nbytes = tensors[i].nbytes
+            self._places[i] = self._first
+            self._first += -(-nbytes // (_ELEMENT * ALIGNMENT)) * ALIGNMENT
+            if nbytes <= SMALL_BYTES:
+                self._small_end = self._first
+        self._small: torch.Tensor | None = None  # on the device, once they are there: the small tensors,
+        self._memory: torch.Tensor | None = None  # and all else
         self._used = 0
         self._read_plans: Callable[[], list[PlannedExchange]] = list
         self.make_room(elements)
@@ -78,7 +93,7 @@ class PlanBlock:
         """Of plans. What is in the block is lost."""
         whole = self._first + elements
         self._host: torch.Tensor | None = None
-        if self._device.type == "cpu":
+        if self._pinned is None:
             self._array = np.empty(whole, dtype=np.int64)
             address = native_plan.address_of(self._array)
         else:
@@ -100,27 +115,34 @@ class PlanBlock:
 
     def upload(self) -> None:
         """On the current stream of the device, once."""
-        if self._host is not None and self._memory is None:
-            # Not by `Tensor.to`: to find out what it is to do takes it longer than to do it.
-            self._memory = torch.empty(self._first + self._used, dtype=torch.int64, device=self._device)
-            self._pinned.copy_to(self._memory, self._host)
+        if self._host is not None:
+            assert self._pinned is not None
+            sizes = self._small_end, self._first - self._small_end + self._used
+            self._small, self._memory = self._pinned.upload(self._host, sizes)
             self._host = None
 
     def arrays(self, extents: Extents) -> list[torch.Tensor]:
         """Arrays of the plans, as tensors on the device."""
-        if self._memory is None:  # it is on the CPU
+        if self._memory is None:  # it is on the CPU, without tensors of the batch
             self._memory = torch.from_numpy(self._array)
-        return split_arrays(self._memory, extents.numbers, extents.begin, extents.end, self._first)
+        first = self._first - self._small_end
+        return split_arrays(self._memory, extents.numbers, extents.begin, extents.end, first)
 
     def unpack(self, batch: Any) -> Any:
         """The batch with its tensors on the device."""
         if not self._tensors:
             return batch
-        assert self._memory is not None
-        places = zip(self._places, self._tensors, strict=True)
-        flat = split_memory(self._memory, [Part(_ELEMENT * place, t.numel(), t.dtype) for place, t in places])
-        pairs = zip(flat, self._tensors, strict=True)
-        return _replace_packable(batch, iter([x if t.dim() == 1 else x.view(t.shape) for x, t in pairs]))
+        assert self._small is not None and self._memory is not None
+        small: list[Part] = []
+        large: list[Part] = []
+        for place, t in zip(self._places, self._tensors, strict=True):
+            if t.nbytes <= SMALL_BYTES:
+                small.append(Part(_ELEMENT * place, t.numel(), t.dtype))
+            else:
+                large.append(Part(_ELEMENT * (place - self._small_end), t.numel(), t.dtype))
+        of_small, of_large = iter(split_memory(self._small, small)), iter(split_memory(self._memory, large))
+        flat = ((next(of_small if t.nbytes <= SMALL_BYTES else of_large), t) for t in self._tensors)
+        return _replace_packable(batch, (x if t.dim() == 1 else x.view(t.shape) for x, t in flat))
 
 
 def packable_tensors(leaves: Sequence[Any], device: torch.device) -> list[torch.Tensor]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 
 from freescale.kernels.planning.batch_plan import ExchangeCounts, Extent, Extents, Planned, PlannedExchange, Room
 from freescale.runtime import batch_structure
-from freescale.runtime.tables.plan_block import PinnedMemory, PlanBlock, move_others, packable_tensors
+from freescale.runtime.tables.plan_block import SMALL_BYTES, PinnedMemory, PlanBlock, move_others, packable_tensors
 from interpreted import needs_gpu
 
 NO_COUNTS = ExchangeCounts(*[torch.zeros(0, dtype=torch.int64)] * 4)
@@ -33,7 +36,10 @@ def batch() -> Batch:
         "number": torch.tensor(3.5),
         "every_other": torch.arange(10)[::2],
         "int32": torch.arange(5, dtype=torch.int32),
+        "large": torch.rand(100, 50, generator=g),
         "names": ["a", "b"],
+        "large_flags": torch.rand(SMALL_BYTES + 1, generator=g) < 0.5,
+        "as_large_as_a_small_one": torch.arange(SMALL_BYTES // 2, dtype=torch.int16),
     }
     return Batch(torch.randint(0, 9, (13,), generator=g), rest)
 
@@ -53,11 +59,49 @@ def fill(block: PlanBlock, numbers: np.ndarray, extents: list[Extent]) -> None:
     block.fill(plan)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+class HostPinned:
+    """Stands for PinnedMemory; what is "on the device" is in memory of its own, as there."""
+
+    def __init__(self) -> None:
+        self.uploaded: list[weakref.ref] = []
+
+    def take(self, elements: int) -> torch.Tensor:
+        return torch.full((elements + 7,), -1)
+
+    def upload(self, memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        arrays = [x.numpy().copy() for x in memory[: sum(sizes)].split(list(sizes))]
+        self.uploaded = [weakref.ref(a) for a in arrays]
+        return [torch.from_numpy(a) for a in arrays]
+
+
+def packed(b: Batch, pinned: HostPinned) -> PlanBlock:
+    tensors = [t.contiguous() for t in batch_structure.leaves(b)]
+    return PlanBlock(120, torch.device("cpu"), tensors, pinned)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kept, kept_of", [("ids", 0), ("half", 0), ("as_large_as_a_small_one", 0), ("large", 1)])
+def test_whoever_keeps_a_small_tensor_does_not_keep_the_plans(kept, kept_of):
+    before, pinned = batch(), HostPinned()
+    block = packed(before, pinned)
+    fill(block, np.arange(100), [])
+    block.upload()
+    after, arrays = block.unpack(before), block.arrays(Extents.of([Extent(0, 100)]))
+    tensor = after.ids if kept == "ids" else after.rest[kept]
+    del block, after, arrays
+    gc.collect()
+    assert [memory() is not None for memory in pinned.uploaded] == [kept_of == 0, kept_of == 1]
+    assert torch.equal(tensor, before.ids if kept == "ids" else before.rest[kept])
+
+
+@pytest.mark.parametrize("device", ["cpu", "stand-in", pytest.param("cuda", marks=needs_gpu)])
 def test_block(device):
-    device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    stands_in = device == "stand-in"
+    device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     before, numbers = batch(), np.arange(100)
-    block = PlanBlock(120, device, packable_tensors(list(batch_structure.leaves(before)), device))
+    if stands_in:
+        block = packed(before, HostPinned())
+    else:
+        block = PlanBlock(120, device, packable_tensors(list(batch_structure.leaves(before)), device))
     given, moved = move_others(before, device)
     extents = [Extent(16, 3), Extent(0, 5), Extent(48, 0), Extent(64, 36)]
     fill(block, numbers, extents)
@@ -82,6 +126,19 @@ def test_more_room():
     block.make_room(40)
     fill(block, np.arange(40), [])
     assert [a.tolist() for a in block.arrays(Extents.of([Extent(32, 2)]))] == [[32, 33]]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
+def test_a_small_tensor_takes_little_of_the_device(device):
+    device, before = torch.device(device, 0), torch.arange(10)
+    block = PlanBlock(2**20, device, [before])
+    fill(block, np.arange(2**20), [])
+    block.upload()
+    used = torch.cuda.memory_allocated(device)
+    tensor = block.unpack(before)
+    del block
+    gc.collect()
+    assert torch.cuda.memory_allocated(device) <= used - 2**23 and torch.equal(tensor.cpu(), before)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
