@@ -111,7 +111,7 @@ class BatchPlanning:
         """The last batch. It leaves nothing for later: its gradients are all urgent, no rows are fetched for a next."""
         if self._previous is None:
             return None
-        block = PlanBlock(self._plan.needed_for_last, self._device, pinned=self._pinned)
+        block = PlanBlock(self._plan.needed_for_last, self._pinned)
         block.fill(self._plan.plan_last)
         self._previous.gradients = block
         return self._previous
@@ -160,7 +160,7 @@ class BatchPlanning:
             return
         try:
             tensors = packable_tensors(loaded.leaves, self._device)
-            loaded.block = PlanBlock(self._room, self._device, tensors, self._pinned)
+            loaded.block = PlanBlock(self._room, self._pinned, tensors)
             if len(tensors) < len(loaded.leaves):
                 loaded.batch, loaded.moved = move_others(loaded.batch, self._device)
         except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)

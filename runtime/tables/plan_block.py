@@ -7,6 +7,7 @@ training thread that finds out which pinned memory can be used again.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -60,27 +61,24 @@ class PinnedMemory:
 
 
 class PlanBlock:
-    """`elements`: room for plans. `tensors`: of the batch, on the CPU, contiguous. `pinned`: where its memory comes
-    from, with a GPU.
+    """`elements`: room for plans. `pinned`: where its memory comes from, with a GPU. `tensors`: of the batch, on the
+    CPU, contiguous; without a GPU there are none, since they stay where they are.
 
     On the device small tensors of the batch are apart from all else: a loop may keep labels for a whole epoch, and
     whoever keeps a tensor keeps all that is in one piece of memory with it."""
 
     def __init__(
-        self, elements: int, device: torch.device, tensors: Sequence[torch.Tensor] = (),
-        pinned: PinnedMemory | None = None,
-    ) -> None:  # fmt: skip
-        self._tensors = tensors
-        self._pinned = PinnedMemory(device) if pinned is None and device.type != "cpu" else pinned
-        # Elements: where each tensor is, where the small ones end and where the plans begin.
-        self._places = [0] * len(tensors)
-        self._small_end = self._first = 0
-        for i in sorted(range(len(tensors)), key=lambda i: tensors[i].nbytes > SMALL_BYTES):
-            nbytes = tensors[i].nbytes
-            self._places[i] = self._first
-            self._first += -(-nbytes // (_ELEMENT * ALIGNMENT)) * ALIGNMENT
-            if nbytes <= SMALL_BYTES:
-                self._small_end = self._first
+        self, elements: int, pinned: PinnedMemory | None = None, tensors: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self._pinned = pinned
+        # In memory come the small tensors, the large ones, the plans. Places are elements.
+        nbytes = [t.nbytes for t in tensors]
+        self._order = sorted(range(len(tensors)), key=lambda i: nbytes[i] > SMALL_BYTES)
+        self._tensors = [tensors[i] for i in self._order]
+        self._n_small = sum(n <= SMALL_BYTES for n in nbytes)
+        sizes = (-(-nbytes[i] // (_ELEMENT * ALIGNMENT)) * ALIGNMENT for i in self._order)
+        *self._places, self._first = itertools.accumulate(sizes, initial=0)
+        self._small_end = (*self._places, self._first)[self._n_small]
         self._small: torch.Tensor | None = None  # on the device, once they are there: the small tensors,
         self._memory: torch.Tensor | None = None  # and all else
         self._used = 0
@@ -133,16 +131,13 @@ class PlanBlock:
         if not self._tensors:
             return batch
         assert self._small is not None and self._memory is not None
-        small: list[Part] = []
-        large: list[Part] = []
-        for place, t in zip(self._places, self._tensors, strict=True):
-            if t.nbytes <= SMALL_BYTES:
-                small.append(Part(_ELEMENT * place, t.numel(), t.dtype))
-            else:
-                large.append(Part(_ELEMENT * (place - self._small_end), t.numel(), t.dtype))
-        of_small, of_large = iter(split_memory(self._small, small)), iter(split_memory(self._memory, large))
-        flat = ((next(of_small if t.nbytes <= SMALL_BYTES else of_large), t) for t in self._tensors)
-        return _replace_packable(batch, (x if t.dim() == 1 else x.view(t.shape) for x, t in flat))
+        n, pairs = self._n_small, list(zip(self._places, self._tensors, strict=True))
+        small = [Part(_ELEMENT * place, t.numel(), t.dtype) for place, t in pairs[:n]]
+        large = [Part(_ELEMENT * (place - self._small_end), t.numel(), t.dtype) for place, t in pairs[n:]]
+        flat = *split_memory(self._small, small), *split_memory(self._memory, large)
+        shaped = (x if t.dim() == 1 else x.view(t.shape) for x, t in zip(flat, self._tensors, strict=True))
+        by_leaf = dict(zip(self._order, shaped, strict=True))
+        return _replace_packable(batch, map(by_leaf.__getitem__, range(len(by_leaf))))
 
 
 def packable_tensors(leaves: Sequence[Any], device: torch.device) -> list[torch.Tensor]:

@@ -171,7 +171,7 @@ def plan_all(case: Case, threads: Threads, rank: int) -> list[Planned]:
         step = plan_steps(plan, number, ids, planned[-1].step if planned else None)
         planned.append(Planned(asked, rows.split, None, step))
     planned[-1].gradients = exchange_plan.all_urgent(planned[-1].asked)
-    block = PlanBlock(plan.needed_for_last, torch.device("cpu"))
+    block = PlanBlock(plan.needed_for_last)
     block.fill(plan.plan_last)
     (last,) = block.exchanges
     step_plan.plan_gradients(planned[-1].step, block.arrays(last.gradients), last.gradient_counts)
@@ -181,7 +181,7 @@ def plan_all(case: Case, threads: Threads, rank: int) -> list[Planned]:
 def plan_steps(plan, number: int, ids: list[torch.Tensor], before: step_plan.StepPlan | None) -> step_plan.StepPlan:
     """The rows of a step; and the gradients of the step before it."""
     assert plan.request(0, ids) is None
-    block = PlanBlock(plan.needed, torch.device("cpu"))
+    block = PlanBlock(plan.needed)
     block.fill(plan.plan)
     (planned,) = block.exchanges
     if before is not None:

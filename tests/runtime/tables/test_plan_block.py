@@ -76,7 +76,7 @@ class HostPinned:
 
 def packed(b: Batch, pinned: HostPinned) -> PlanBlock:
     tensors = [t.contiguous() for t in batch_structure.leaves(b)]
-    return PlanBlock(120, torch.device("cpu"), tensors, pinned)  # type: ignore[arg-type]
+    return PlanBlock(120, pinned, tensors)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kept, kept_of", [("ids", 0), ("half", 0), ("as_large_as_a_small_one", 0), ("large", 1)])
@@ -101,7 +101,8 @@ def test_block(device):
     if stands_in:
         block = packed(before, HostPinned())
     else:
-        block = PlanBlock(120, device, packable_tensors(list(batch_structure.leaves(before)), device))
+        pinned = PinnedMemory(device) if device.type == "cuda" else None
+        block = PlanBlock(120, pinned, packable_tensors(list(batch_structure.leaves(before)), device))
     given, moved = move_others(before, device)
     extents = [Extent(16, 3), Extent(0, 5), Extent(48, 0), Extent(64, 36)]
     fill(block, numbers, extents)
@@ -122,7 +123,7 @@ def test_block(device):
 
 def test_more_room():
     """Where a guess was too small, before anything is filled in."""
-    block = PlanBlock(4, torch.device("cpu"))
+    block = PlanBlock(4)
     block.make_room(40)
     fill(block, np.arange(40), [])
     assert [a.tolist() for a in block.arrays(Extents.of([Extent(32, 2)]))] == [[32, 33]]
@@ -131,7 +132,7 @@ def test_more_room():
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
 def test_a_small_tensor_takes_little_of_the_device(device):
     device, before = torch.device(device, 0), torch.arange(10)
-    block = PlanBlock(2**20, device, [before])
+    block = PlanBlock(2**20, PinnedMemory(device), [before])
     fill(block, np.arange(2**20), [])
     block.upload()
     used = torch.cuda.memory_allocated(device)
@@ -146,7 +147,7 @@ def test_pinned_memory_is_used_again(device):
     """When the device has read it, and only where it is large enough."""
     pinned, taken = PinnedMemory(torch.device(device, 0)), []
     for number, size in enumerate((100, 100, 100, 300, 300, 300, 300, 300)):
-        block = PlanBlock(size, torch.device(device, 0), pinned=pinned)
+        block = PlanBlock(size, pinned)
         taken.append(block._host.data_ptr())
         fill(block, np.arange(size), [Extent(1, 2)])
         if number == 1:
