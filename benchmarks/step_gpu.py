@@ -59,10 +59,11 @@ from step_gpu_rank import environment, rank_main  # noqa: E402
 from step_gpu_variants import VARIANTS, Task  # noqa: E402
 
 COLLISIONS = 0.12
-# Of a rank of two: samples, mean length, steps of a block.
+# Of a rank of two: samples, mean length, steps of a block, blocks in a round. The host sets the small steps, and its
+# speed comes and goes for a second on end: they take short turns, but many.
 SIZES = {
-    "cuda": {"8ms": (16, 768, 24), "45ms": (16, 3584, 14), "150ms": (32, 5120, 8)},
-    "cpu": {"8ms": (4, 12, 4), "45ms": (4, 24, 4), "150ms": (4, 48, 4)},
+    "cuda": {"8ms": (16, 768, 24, 5), "45ms": (16, 3584, 14, 1), "150ms": (32, 5120, 8, 1)},
+    "cpu": {"8ms": (4, 12, 4, 1), "45ms": (4, 24, 4, 1), "150ms": (4, 48, 4, 1)},
 }
 QUICK = {
     "cuda": ["plain", "c10d-ahead", "staged", "staged-ahead", "staged-planned", "staged-chosen"],
@@ -276,13 +277,13 @@ def headlines_of_start(sizes: list[dict[str, Any]]) -> dict[str, Any]:
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
-def size_of(text: str) -> tuple[str, tuple[int, int, int] | None]:
+def size_of(text: str) -> tuple[str, tuple[int, int, int, int] | None]:
     """`45ms`, or `NAME=SAMPLESxLENGTH` to try another one."""
     name, _, numbers = text.partition("=")
     if not numbers:
         return name, None
     samples, length = (int(n) for n in numbers.split("x"))
-    return name, (samples, length, 10)
+    return name, (samples, length, 10, 1)
 
 
 def arguments() -> Any:
@@ -293,7 +294,7 @@ def arguments() -> Any:
     p.add_argument("--variants", nargs="+", choices=[v for v in VARIANTS if v != "dense"], help="beside dense")
     p.add_argument("--dense", choices=("hstu", "transformer"), help="default: hstu where its fused kernel is there")
     p.add_argument("--codegen", choices=("inductor", "eager"), help="default: inductor; eager with --device cpu")
-    p.add_argument("--rounds", type=int, help="turns of every variant (default 4; quick 2)")
+    p.add_argument("--rounds", type=int, help="turns of every variant (default 4; quick 2), five times as many of 8 ms")
     p.add_argument("--steps", type=int, help="of a turn that count (default: by size)")
     p.add_argument("--starts", type=int, default=1, help="of the ranks, whose speed differs from start to start")
     p.add_argument("--seconds", type=float, default=540, help="after which no rank goes on (default 540)")
@@ -327,11 +328,11 @@ def task_for(args: Any, world: int) -> Task:
     if not on_gpu:
         shape = Shape(4_000, 16, 2, 1, 8, args.dense, further, 1_000)
     sizes = {}
-    for name, (samples, length, steps) in args.sizes.items():
+    for name, (samples, length, steps, blocks) in args.sizes.items():
         size = Size(name, max(2 * samples // world, 1), length)
         steps = args.steps or (max(steps // 2, 4) if args.quick else steps)
-        sizes[name] = size, exponent_for(COLLISIONS, shape.rows, size.positions, world), steps
-    return Task(args.device, shape, sizes, list(args.variants), args.rounds, args.codegen, args.host_profile)
+        sizes[name] = size, exponent_for(COLLISIONS, shape.rows, size.positions, world), steps, args.rounds * blocks
+    return Task(args.device, shape, sizes, list(args.variants), args.codegen, args.host_profile)
 
 
 def main() -> None:

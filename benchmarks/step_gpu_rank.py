@@ -230,7 +230,7 @@ def measure_size(name: str, world: World, trainees: dict[str, Trainee], say: Any
     from freescale.runtime.lookahead import overlap_choice
 
     task = world.task
-    size, exponent, steps = task.sizes[name]
+    size, exponent, steps, rounds = task.sizes[name]
     data = batches(task.shape, size, exponent, WARM_UP + steps + TAIL, world.device)
     order, blocks = list(trainees), {v: [] for v in trainees}
     for variant, trainee in trainees.items():  # memory of this size, code of its kernels; what is chosen is
@@ -240,7 +240,7 @@ def measure_size(name: str, world: World, trainees: dict[str, Trainee], say: Any
             trainee.loader = None  # what it has chosen for another size
             for _ in range(-(-overlap_choice.DECIDED_AFTER // len(data))):
                 train(trainee, data)
-    for turn in range(task.rounds):
+    for turn in range(rounds):
         for variant in order[turn % len(order) :] + order[: turn % len(order)]:
             say("at", variant)
             blocks[variant].append(train(trainees[variant], data))
@@ -256,7 +256,7 @@ def measure_size(name: str, world: World, trainees: dict[str, Trainee], say: Any
     rows = [row(of_all[v], VARIANTS[v]) | figures[v] for v in trainees]
     exact = task.device == "cpu" or task.shape.dense == "hstu"  # softmax attention on a GPU adds up as it comes
     checks = compare({v: of for v, of in of_all.items() if v != "dense"}, task.codegen, exact)
-    about = {"samples": size.samples, "positions": size.positions, "zipf": exponent, "rounds": task.rounds}
+    about = {"samples": size.samples, "positions": size.positions, "zipf": exponent, "rounds": rounds}
     return {"size": name, "ranks": dist.get_world_size(), **about, "rows": rows, "checks": checks}
 
 
@@ -300,7 +300,7 @@ def rank_main(rank: int, world_size: int, store: str, task: Task, pipe: Any) -> 
             init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_SECONDS),
         )  # fmt: skip
         world, trainees = World(task), {}
-        size, exponent, _ = next(iter(task.sizes.values()))
+        size, exponent, *_ = next(iter(task.sizes.values()))
         data = batches(task.shape, size, exponent, WARM_UP + TAIL, world.device)
         for name in task.variants:
             say("at", name)

@@ -66,9 +66,9 @@ class Task:
 
     device: str
     shape: Shape
-    sizes: dict[str, tuple[Size, float, int]]  # the batch of a rank, the exponent of its ids, steps of a block
+    # The batch of a rank, the exponent of its ids, steps of a block, blocks of each variant.
+    sizes: dict[str, tuple[Size, float, int, int]]
     variants: list[str]
-    rounds: int
     codegen: str
     host_profile: str | None
 
@@ -80,13 +80,13 @@ class World:
         self.task, self.device = task, torch.device(task.device)
         self.storage = Storage(task.shape, self.device)
         self.books = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_SECONDS))
-        samples = max(size.samples for size, _, _ in task.sizes.values())
+        samples = max(size.samples for size, *_ in task.sizes.values())
         self.dense = dense_part(task.shape, samples, self.device)
         self.start = [p.detach().clone() for p in self.dense.parameters()]
         backend = "inductor" if task.codegen == "inductor" else "eager"
         self.compiled_dense = torch.compile(self.dense, dynamic=True, backend=backend)
         self.anchor = torch.zeros(0, device=self.device, requires_grad=True)
-        positions = max(2 * size.positions for size, _, _ in task.sizes.values())
+        positions = max(2 * size.positions for size, *_ in task.sizes.values())
         self.rows = torch.randn(positions, task.shape.dim, device=self.device)
         self._compiled: dict[tuple[str, str, int], Any] = {}
         self._models: list[Planned] = []

@@ -101,7 +101,7 @@ def test_a_variant_that_fails_does_not_lose_the_others(monkeypatch, capsys):
             self.sizes = [{"size": name} for name in self.task.sizes]
 
     monkeypatch.setattr(step_gpu.Ranks, "run", run)
-    task = step_gpu_variants.Task("cpu", None, {"a": 1, "b": 2}, ["dense", "c10d", "plain"], 1, "eager", None)  # type: ignore[arg-type]
+    task = step_gpu_variants.Task("cpu", None, {"a": 1, "b": 2}, ["dense", "c10d", "plain"], "eager", None)  # type: ignore[arg-type]
     found = step_gpu.measure(2, task, 60)
     assert said == [(["a", "b"], ["dense", "c10d", "plain"]), (["b"], ["dense", "plain"])]
     assert found["sizes"] == [{"size": "a"}, {"size": "b"}] and found["failed"] == {"c10d": "rank 1: no"}
