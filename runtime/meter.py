@@ -27,10 +27,13 @@ BETWEEN_STEPS = (LOADER, PLANNER, MEETING)
 class DeviceStep:
     """A step on a GPU, as its compute stream sees it: from where it begins until its graph begins, and to its end."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, end_of_last: tuple[Any, int, Any] | None = None) -> None:
+        """`end_of_last`: what `end` of the step before has just returned."""
         self._driver = cuda_driver.driver_of(device)
         self._stream = self._driver.current_stream()
-        self._events: list[Any] = [self._record(), None, None]  # its begin, its graph's, its end
+        same_place = end_of_last is not None and end_of_last[:2] == (self._driver, self._stream)
+        began = end_of_last[2] if end_of_last is not None and same_place else self._record()
+        self._events: list[Any] = [began, None, None]  # its begin, its graph's, its end
         self._host_began = time.perf_counter()
         self.host_seconds = 0.0  # until the graph began
         self.gap_seconds = self.seconds = 0.0  # until the device has got there
@@ -43,9 +46,10 @@ class DeviceStep:
             self._events[1] = self._record()
             self.host_seconds = time.perf_counter() - self._host_began
 
-    def end(self) -> None:
-        if self._events:
-            self._events[2] = self._record()
+    def end(self) -> tuple[Any, int, Any]:
+        """The event, and what it was recorded with and on."""
+        self._events[2] = self._record()
+        return self._driver, self._stream, self._events[2]
 
     def read(self) -> bool:
         """Whether the device has told all there is to tell."""
@@ -87,24 +91,25 @@ class Meter:
         told by that stream.
         """
         now, records = time.perf_counter(), list(launch_record.records)
-        # A launch that nobody has waited for yet belongs to the step that will wait.
         launch_record.records.clear()
-        launch_record.records.extend(r for r in records if not r.wait_ended)
-        finished = None
+        if not all(r.wait_ended for r in records):
+            # A launch that nobody has waited for yet belongs to the step that will wait.
+            launch_record.records.extend(r for r in records if not r.wait_ended)
+            records = [r for r in records if r.wait_ended]
+        finished = end_of_last = None
         if self._began is not None:
             if self._on_device is not None:
-                self._on_device.end()
-            waited_for = [r for r in records if r.wait_ended]
-            finished = FinishedStep(self._step_name, now - self._began, waited_for, self._on_device, self._began)
+                end_of_last = self._on_device.end()
+            finished = FinishedStep(self._step_name, now - self._began, records, self._on_device, self._began)
             self._steps.append(finished)
             for listener in self._listeners:
                 listener(finished)
         self._began, self._step_name, self._on_device = now, step, None
+        if device is not None and device.type == "cuda":
+            self._on_device = DeviceStep(device, end_of_last)
+            self._unread.append(self._on_device)
         while self._unread and self._unread[0].read():
             self._unread.popleft()
-        if device is not None and device.type == "cuda":
-            self._on_device = DeviceStep(device)
-            self._unread.append(self._on_device)
         return finished
 
     def name_step(self, step: Any) -> None:

@@ -1,13 +1,15 @@
-"""torch's current CUDA stream as a plain handle, without the object around it."""
+"""torch's current CUDA device and stream as plain numbers, without the objects around them."""
 
 from __future__ import annotations
 
 import torch
 
-# A build for the CPU has no such function, and nobody asks it for a stream.
+# A build for the CPU has no such functions, and nobody calls them.
 current_stream_handle = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def probe() -> None:
     """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    assert callable(current_stream_handle) or not torch.backends.cuda.is_built()
+    if torch.backends.cuda.is_built():
+        assert callable(current_stream_handle) and callable(current_device)

@@ -39,7 +39,8 @@ def launch(kernel: Any, grid: tuple[int], *args: Any, **options: Any) -> None:
     if first_constant < 0 or _is_watched(kernel):  # in the interpreter, or under a profiler
         kernel[grid](*args, **options)
         return
-    device, constants = torch._C._cuda_getDevice(), args[first_constant:]
+    assert cuda.current_device is not None and cuda.current_stream_handle is not None
+    device, constants = cuda.current_device(), args[first_constant:]
     facts: list[Any] = [id(kernel), device, constants, *options.values()]
     values: list[Any] = []
     for argument in args[:first_constant]:
@@ -60,7 +61,6 @@ def launch(kernel: Any, grid: tuple[int], *args: Any, **options: Any) -> None:
             _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
         return
     run, function, metadata = found
-    assert cuda.current_stream_handle is not None
     run(grid[0], 1, 1, cuda.current_stream_handle(device), function, metadata, None, None, None, *values, *constants)
 
 
@@ -98,4 +98,3 @@ def probe() -> None:
     assert hasattr(knobs.runtime, "launch_enter_hook") and hasattr(knobs.runtime, "launch_exit_hook")
     assert hasattr(KernelParam, "is_constexpr") and hasattr(CompiledKernel, "run")
     assert "launch_metadata" in JITFunction.run.__code__.co_names
-    assert hasattr(torch._C, "_cuda_getDevice") or not torch.backends.cuda.is_built()

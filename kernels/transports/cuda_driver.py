@@ -82,6 +82,12 @@ class CudaDriver:
         return False
 
     def _call_in_context(self, name: str, *arguments: Any) -> None:
+        assert CudaDriver.calls is not None and cuda.current_device is not None
+        if cuda.current_device() == self._index:  # nearly always; to ask the driver takes as long as the call
+            code = CudaDriver.calls[name](*arguments)
+            if code != INVALID_CONTEXT:
+                self.raise_on_error(name, code)
+                return
         pushed = self._enter_context()
         try:
             self._call(name, *arguments)

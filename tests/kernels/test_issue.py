@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from freescale.kernels.native import build
 from freescale.kernels.transports import issue_native, slot_rings
 from freescale.kernels.transports.channel import Channel
-from freescale.kernels.transports.cuda_driver import CudaDriver
+from freescale.kernels.transports.cuda_driver import CudaDriver, DriverEvent
 from freescale.kernels.transports.issue_native import NativeIssuer
 from freescale.kernels.transports.issue_python import PythonIssuer
 from freescale.kernels.transports.slot_rings import WORD_STRIDE, Lane, LaneTransfer
@@ -274,6 +274,15 @@ def test_who_issues_is_decided_in_one_place(monkeypatch):
 # ---- events of the CUDA driver -----------------------------------------------------------------------------
 
 
+def driver_with(monkeypatch, device, **calls):
+    """CudaDrivers make these calls, and no others; torch's current device is `device`."""
+    names = ("cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoDAsync_v2", "cuMemsetD32Async")
+    words = ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2", "cuEventQuery")
+    monkeypatch.setattr(CudaDriver, "calls", {**dict.fromkeys((*names, *words)), **calls})
+    monkeypatch.setattr(CudaDriver, "_device_context", lambda self: 7)
+    monkeypatch.setattr("freescale.compat.cuda.current_device", lambda: device)
+
+
 def test_events_of_the_driver_are_pooled(monkeypatch):
     """Per device, with and without timing apart."""
     created = []
@@ -287,11 +296,7 @@ def test_events_of_the_driver_are_pooled(monkeypatch):
         to._obj.value = 7
         return 0
 
-    names = ("cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoDAsync_v2", "cuMemsetD32Async")
-    words = ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2", "cuEventQuery")
-    calls = {**dict.fromkeys((*names, *words)), "cuEventCreate": create, "cuCtxGetCurrent": current}
-    monkeypatch.setattr(CudaDriver, "calls", calls)
-    monkeypatch.setattr(CudaDriver, "_device_context", lambda self: 7)
+    driver_with(monkeypatch, 0, cuEventCreate=create, cuCtxGetCurrent=current)
     monkeypatch.setattr("freescale.kernels.transports.cuda_driver._idle_events", {})
     first, second = CudaDriver(torch.device("cuda", 0)), CudaDriver(torch.device("cuda", 0))
     a, b = first.new_event(), first.new_event(timing=True)
@@ -299,3 +304,47 @@ def test_events_of_the_driver_are_pooled(monkeypatch):
     del a, b
     assert second.new_event(timing=True).handle == 2 and second.new_event().handle == 1 and len(created) == 2
     assert CudaDriver(torch.device("cuda", 1)).new_event().handle == 3
+
+
+@pytest.mark.parametrize(
+    ("device", "context", "expected"),
+    [
+        (0, 7, ["record"]),
+        (1, 8, ["push 7", "record", "pop"]),
+        (0, None, ["record", "set 7", "record"]),  # a thread in which nothing of CUDA has been yet
+        (1, None, ["set 7", "record"]),
+    ],
+)
+def test_a_call_is_made_in_the_context_of_its_device(monkeypatch, device, context, expected):
+    """`context`: the thread's. 7 is that of device 0."""
+    said, stack = [], [context]
+
+    def current(to):
+        to._obj.value = stack[-1]
+        return 0
+
+    def enter(name):
+        return lambda context: said.append(f"{name} {context}") or stack.append(context) or 0
+
+    def record(event, stream):
+        said.append("record")
+        return 0 if stack[-1] == 7 else 201
+
+    def pop(to):
+        said.append("pop")
+        stack.pop()
+        return 0
+
+    contexts = {"cuCtxSetCurrent": enter("set"), "cuCtxPushCurrent_v2": enter("push"), "cuCtxPopCurrent_v2": pop}
+    driver_with(monkeypatch, device, cuEventRecord=record, cuCtxGetCurrent=current, **contexts)
+    CudaDriver(torch.device("cuda", 0)).record(DriverEvent(3, []), 0)
+    assert said == expected
+
+
+def test_an_error_of_the_driver_has_its_name(monkeypatch):
+    def name_of(code, to):
+        to._obj.value = b"CUDA_ERROR_INVALID_HANDLE"
+
+    driver_with(monkeypatch, 0, cuEventRecord=lambda *_: 400, cuGetErrorName=name_of)
+    with pytest.raises(RuntimeError, match="cuEventRecord failed on cuda:0: CUDA_ERROR_INVALID_HANDLE"):
+        CudaDriver(torch.device("cuda", 0)).record(DriverEvent(3, []), 0)

@@ -1,4 +1,4 @@
-"""How long a stream waited: events around a wait are read when the device has got there, and used again."""
+"""How long a stream waited, and a step took: events are read when the device has got there, and used again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from freescale.kernels.transports.channel import Channel
 from freescale.kernels.transports.issue_native import issuer_for
 from freescale.kernels.transports.launch_record import LaunchRecord, RecordedMessage, RecordedWork, StreamWaits
 from freescale.kernels.transports.slot_rings import Lane
+from freescale.runtime.meter import Meter
 from recording_driver import RecordingDriver
 
 COMPUTE = 5
@@ -152,3 +153,31 @@ def test_a_flight_ends_where_arrival_was_seen():
     assert record.flight_seconds() == 9.0 and record.exposed_seconds() == 7.0
     record.arrived_before_wait = True
     assert record.flight_seconds() == 2.0 and record.exposed_seconds() == 7.0
+
+
+def test_a_step_begins_where_the_one_before_it_has_ended(driver):
+    """One event says both; a step on another stream has one of its own."""
+    meter, gpu = Meter(), torch.device("cuda", 0)
+    meter.mark("first", gpu)
+    meter.mark("second", gpu)
+    driver.current_stream = lambda: COMPUTE + 1
+    meter.mark("third", gpu)
+    assert [line for line in driver.log if line[0] == "record"] == [("record", COMPUTE)] * 3 + [("record", COMPUTE + 1)]
+    first, second = (step.on_device for step in meter._steps)
+    ends = [driver.recorded[step._events[2].handle] for step in (first, second)]
+    driver.milliseconds = 8.0
+    driver.reached.add(ends[0])
+    assert first.read() and first.seconds == 0.008 and not second.read()
+    driver.reached.add(ends[1])
+    assert second.read() and second.seconds == 0.008
+    assert [line for line in driver.log if line[0] == "elapsed"] == [("elapsed", 0, ends[0]), ("elapsed", *ends)]
+
+
+def test_a_step_may_be_read_when_the_next_one_begins(driver):
+    """By a listener, where the device has got there already: its last event is the next step's first."""
+    meter, gpu, read = Meter(), torch.device("cuda", 0), []
+    meter.listen(lambda step: read.append(step.on_device.read()))
+    driver.reached = range(1000)
+    for name in ("first", "second", "third"):
+        meter.mark(name, gpu)
+    assert read == [True, True] and sum(line[0] == "record" for line in driver.log) == 3

@@ -11,6 +11,7 @@ from torch.library import opcheck
 
 import freescale.kernels  # noqa: F401
 from freescale.kernels.ops import table_registry
+from freescale.kernels.ops.schemas import LATE, URGENT
 from freescale.kernels.planning import exchange_plan
 from ranks import run_ranks
 
@@ -114,6 +115,20 @@ def test_update_sums_then_applies():
     change = before - table.weight
     assert change[7].tolist() == [5.0, 5.0] and change[9].tolist() == [2.0, 2.0]
     assert change.abs().sum() == 14.0
+
+
+def test_a_late_update_without_rows_leaves_the_table_alone():
+    """But it counts. One of the step's own may be what counts steps for an optimizer."""
+    table = PlainSgd(10, 3)
+    table.apply_update = table.set_settings = lambda *_: pytest.fail("nothing is to be done")
+    name, before = table_registry.register(table, "t"), table_registry.update_counts.copy()
+    none, index = torch.empty(0, 3), torch.empty(0, dtype=torch.int64)
+    assert ops.update_(none, none, index, index, index, LATE, name).shape == (0, 3)
+    assert table_registry.update_counts[name] == before[name] + 1 and not table_registry.backward_update_counts[name]
+    applied: list[list[int]] = []
+    table.apply_update = lambda rows, grads: applied.append(rows.tolist())
+    ops.update_(none, none, index, index, index, URGENT, name)
+    assert applied == [[]] and table_registry.backward_update_counts[name] == 1
 
 
 def test_a_table_that_is_gone_is_named():
