@@ -16,6 +16,7 @@ from torch import fx
 from freescale import config, dense_gradients
 from freescale.compat import backports, compiled_modules, dynamo, dynamo_settings, inductor, logs, planned_sizes
 from freescale.driver import Driver
+from freescale.kernels.ops.schemas import direct_ops
 from freescale.kernels.transports import open_transports
 from freescale.runtime import agreement
 from freescale.runtime.tables import torchrec_patch, torchrec_support
@@ -69,7 +70,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], driver: Driver) -> Calla
     # What has no collective has nothing to tell, and may come out of AOTAutograd's cache as a whole.
     before = inductor.whole_hits()
     collectives = _calls(gm, "freescale", "c10d")
-    compiled = inductor.compile_with_inductor(gm, inputs, driver, driver.around_compile, collectives)
+    compiled = inductor.compile_with_inductor(gm, inputs, driver, driver.around_compile, collectives, direct_ops)
     if inductor.whole_hits() > before:
         trained = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
         driver.count_whole_cache_hit(trained)

@@ -11,9 +11,9 @@ from functools import partial
 
 import torch
 
-from freescale.compat import distributed, dynamo
+from freescale.compat import distributed
 from freescale.kernels import compression, dense_error, row_packing
-from freescale.kernels.ops.schemas import lib
+from freescale.kernels.ops.schemas import implement
 from freescale.kernels.transports import launch_record
 
 
@@ -58,5 +58,4 @@ def average(received: torch.Tensor, out: torch.Tensor, packing: compression.Pack
         out.mul_(1.0 / received.shape[0])
 
 
-# untraced: where a user's graph breaks, Dynamo must not try to compile the inside of an op
-lib.impl("all_reduce_launch_packed", dynamo.untraced(all_reduce_launch_packed), "CompositeExplicitAutograd")
+implement("all_reduce_launch_packed", all_reduce_launch_packed)

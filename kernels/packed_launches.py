@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from freescale.compat import distributed, dynamo
+from freescale.compat import distributed
 from freescale.kernels import lossless, row_packing
 from freescale.kernels.compression import LOSSLESS
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import LAUNCH_SUFFIXES, lib
+from freescale.kernels.ops.schemas import LAUNCH_SUFFIXES, implement
 from freescale.kernels.planning import row_requests
 from freescale.kernels.planning.batch_plan import unless_nobody_sends
 from freescale.kernels.transports import c10d, launch_record, open_transports
@@ -91,8 +91,7 @@ def _implement(transport_name: str) -> None:
 
     suffix = f"_{transport_name}" if transport_name else ""
     for fn in (all_to_all_launch_packed, all_to_all_rows_launch_packed):
-        # untraced: where a user's graph breaks, Dynamo must not try to compile the inside of an op
-        lib.impl(f"{fn.__name__}{suffix}", dynamo.untraced(fn), "CompositeExplicitAutograd")
+        implement(f"{fn.__name__}{suffix}", fn)
 
 
 for _name in ("", *LAUNCH_SUFFIXES):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from freescale.compat import distributed, dynamo
+from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import LATE, lib
+from freescale.kernels.ops.schemas import LATE, implement, lib
 from freescale.kernels.planning import exchange_plan, row_requests
 from freescale.kernels.planning.batch_plan import unless_nobody_sends
 from freescale.kernels.transports import c10d, launch_record
@@ -201,7 +201,6 @@ for _fn in (
     checked_weights,
     expect_ids,
 ):
-    # untraced: where a user's graph breaks, Dynamo must not try to compile the inside of an op
-    lib.impl(_fn.__name__, dynamo.untraced(_fn), "CompositeExplicitAutograd")
+    implement(_fn.__name__, _fn)
 # Implicit: AOTAutograd traces what is inside, with its gradient.
 lib.impl("averaged_parameter", averaged_parameter, "CompositeImplicitAutograd")

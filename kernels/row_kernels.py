@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import torch
 
-from freescale.compat import dynamo
 from freescale.kernels import reference
-from freescale.kernels.ops.schemas import lib
+from freescale.kernels.ops.schemas import implement
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
@@ -164,7 +163,6 @@ def _check(name: str, matrix: torch.Tensor, **indices: torch.Tensor) -> None:
             )
 
 
-# untraced: where a user's graph breaks, Dynamo must not try to compile the inside of an op
-lib.impl("pack_rows", dynamo.untraced(pack_rows), "CompositeExplicitAutograd")
-lib.impl("sum_rows", dynamo.untraced(sum_rows), "CUDA")
-lib.impl("expect_ids", dynamo.untraced(expect_ids), "CUDA")
+implement("pack_rows", pack_rows)
+implement("sum_rows", sum_rows, on_gpu=True)
+implement("expect_ids", expect_ids, on_gpu=True)

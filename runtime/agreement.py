@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale.compat import distributed, dynamo
-from freescale.kernels.ops.schemas import lib
+from freescale.compat import distributed
+from freescale.kernels.ops.schemas import implement
 
 log = logging.getLogger(__name__)
 
@@ -175,8 +175,7 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-# untraced: as every op (kernels/reference.py)
-lib.impl("agree", dynamo.untraced(_agree_on_launches), "CompositeExplicitAutograd")
+implement("agree", _agree_on_launches)
 
 
 def _wait_for_verdict(meeting: _Meeting, ranks: list[int], timeout: float) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from freescale.compat import dynamo, fx_values, interpreted_graph
+from freescale.compat.direct_calls import DirectOps
 
 __all__ = ["CustomGraphPass", "get_hash_for_files"]
 
@@ -25,11 +26,13 @@ Watch = Callable[[fx.GraphModule, Callable[[], Any]], Any]
 
 
 def compile_with_inductor(
-    gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass, watch: Watch, traced_anew: bool
-) -> Callable[..., Any]:
+    gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass, watch: Watch, traced_anew: bool,
+    direct_ops: DirectOps,
+) -> Callable[..., Any]:  # fmt: skip
     """Compile; `post_pass` sees the post-grad graphs of the forward and of the lazily compiled backward.
 
-    `traced_anew`: AOTAutograd's cache is left alone, so that each graph is looked up by itself, under `watch`.
+    `traced_anew`: AOTAutograd's cache is left alone, so that each graph is looked up by itself, under `watch`. Then,
+    where a graph does without autograd, it calls `direct_ops` as functions.
     """
     import torch._functorch.config as functorch
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -39,6 +42,7 @@ def compile_with_inductor(
         leave_autograd_out = traced_anew and _needs_no_autograd(gm)
         compiled = watch(gm, lambda: compile_fx_inner(gm, inputs, **kwargs))
         if leave_autograd_out and isinstance(compiled, CompiledFxGraph):
+            direct_ops.call_from(compiled)
             compiled.current_callable = _below_autograd(compiled.current_callable)
         return compiled
 

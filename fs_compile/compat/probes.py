@@ -11,6 +11,7 @@ from freescale.compat import (
     backports,
     compiled_modules,
     cuda,
+    direct_calls,
     distributed,
     dlpack,
     dynamo,
@@ -30,7 +31,7 @@ from freescale.compat import (
 
 PROBED = (
     version, distributed, dynamo, dynamo_settings, planned_sizes, compiled_modules, inductor, interpreted_graph,
-    fx_values, logs, cuda, module_state, dlpack, triton_launch, backports, fbgemm, torchrec, nixl,
+    direct_calls, fx_values, logs, cuda, module_state, dlpack, triton_launch, backports, fbgemm, torchrec, nixl,
 )  # fmt: skip
 
 

@@ -30,11 +30,25 @@ NOBODY (batch_plan.py), on every rank, a launch has nothing to do: what it retur
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from freescale.compat import inductor
+from freescale.compat import dynamo, inductor
+from freescale.compat.direct_calls import DirectOps
 
 lib = torch.library.Library("freescale", "DEF")
+direct_ops = DirectOps("freescale")
+
+
+def implement(name: str, function: Callable[..., Any], on_gpu: bool = False) -> None:
+    """What an op does; `on_gpu`: there, where it has a function of its own."""
+    # untraced: where a user's graph breaks, Dynamo must not try to compile the inside of an op
+    function = dynamo.untraced(function)
+    lib.impl(name, function, "CUDA" if on_gpu else "CompositeExplicitAutograd")
+    direct_ops.add(name, function, on_gpu)
+
 
 lib.define(
     "plan_now(Tensor[] ids, int[] firsts, int[] sizes, Tensor bounds, Tensor shifts, Tensor starts, "

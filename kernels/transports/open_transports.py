@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from freescale.compat import distributed, dynamo
+from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import COPY_TRANSPORTS, LAUNCH_SUFFIXES, lib
+from freescale.kernels.ops.schemas import COPY_TRANSPORTS, LAUNCH_SUFFIXES, implement
 from freescale.kernels.planning.batch_plan import unless_nobody_sends
 from freescale.kernels.transports import c10d, launch_record, proof, rank_view, selection, transport_speed
 
@@ -158,7 +158,7 @@ def _implement_launches(name: str) -> None:
         return launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, group_name)
 
     for fn in (all_to_all_launch, all_to_all_rows_launch):
-        lib.impl(f"{fn.__name__}_{name}", dynamo.untraced(fn), "CompositeExplicitAutograd")
+        implement(f"{fn.__name__}_{name}", fn)
 
 
 for _name in LAUNCH_SUFFIXES:
