@@ -3,7 +3,8 @@
     python benchmarks/host_path.py [--quick] [--json FILE]
 
 C and Python issue the same messages in turns, one piece to and from each peer. Timed are the ops
-all_to_all_launch_staged and _c10d_functional.wait_tensor as a compiled graph calls them, with the meter's records.
+all_to_all_launch_staged and _c10d_functional.wait_tensor as a compiled graph calls them, the first as a function
+(compat/direct_calls.py), with the meter's records; and C again behind a launch that goes through torch's dispatcher.
 
 On a GPU the driver is the real one, and a rank stands for all its peers: what it sends to each comes back through the
 same slots. Elsewhere C functions that do nothing stand for the driver's, so what is left is our own share.
@@ -31,6 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from command_line import parser
 from freescale.kernels import reference  # noqa: F401  (the ops)
+from freescale.kernels.ops.schemas import direct_ops
 from freescale.kernels.transports import cuda_driver, issue_native, launch_record, open_transports
 from freescale.kernels.transports.base import CopyTransport
 from freescale.kernels.transports.channel import Channel
@@ -78,6 +80,9 @@ class NoDriver(CudaDriver):
 
     def _device_context(self) -> int:
         return 1
+
+    def _is_current(self) -> bool:
+        return True
 
     def current_stream(self) -> int:
         return 0
@@ -141,15 +146,16 @@ def world_of(peers: int) -> Iterator[dist.ProcessGroup]:
 class Loop:
     """Steps of IN_FLIGHT launches, then a wait for each."""
 
-    def __init__(self, group: dist.ProcessGroup, driver: CudaDriver, issuer: type, device: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, driver: CudaDriver, issuer: type, device: str, launch: Any) -> None:
         self.transport, self.group, self.device = ManyPeers(group, driver, issuer), group, device
+        self.launch = launch
         self.counts = torch.full((group.size(),), ROWS)
         self.x = torch.randn(ROWS * group.size(), WIDTH, device=device)
 
     def step(self) -> tuple[float, float]:
         """Microseconds of a launch and of a wait."""
         open_transports._open["staged", self.group.group_name] = self.group, self.transport
-        launch, wait = torch.ops.freescale.all_to_all_launch_staged, torch.ops._c10d_functional.wait_tensor
+        launch, wait = self.launch, torch.ops._c10d_functional.wait_tensor.default
         n, name = self.x.shape[0], self.group.group_name
         began = time.perf_counter()
         outs = [launch(self.x, self.counts, self.counts, n, i % 3, "table", name) for i in range(IN_FLIGHT)]
@@ -171,9 +177,12 @@ class Loop:
 
 
 def measure(peers: int, driver: CudaDriver, device: str, steps: int) -> dict[str, Any]:
-    found: dict[str, list[tuple[float, float]]] = {"C": [], "Python": []}
+    op = torch.ops.freescale.all_to_all_launch_staged.default
+    function = direct_ops.function_of("all_to_all_launch_staged", op)
+    variants = {"C": (NativeIssuer, function), "Python": (PythonIssuer, function), "C, op": (NativeIssuer, op)}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     with world_of(peers) as group:
-        loops = {"C": Loop(group, driver, NativeIssuer, device), "Python": Loop(group, driver, PythonIssuer, device)}
+        loops = {name: Loop(group, driver, issuer, device, launch) for name, (issuer, launch) in variants.items()}
         for step in range(steps + 5):
             for name, loop in loops.items():
                 times = loop.step()
@@ -197,15 +206,14 @@ def main() -> None:
         cuda_driver.driver_of = lambda device: driver  # type: ignore[assignment]
     what = torch.cuda.get_device_name() if on_gpu else f"no driver, {platform.machine()}"
     print(f"{what}: microseconds of the host for one launch and one wait, medians")
-    print(f"{'peers':>6}{'launch, C':>11}{'Python':>9}{'wait, C':>10}{'Python':>9}")
+    print(f"{'peers':>6}{'launch, C':>11}{'Python':>9}{'C, op':>9}{'wait, C':>10}{'Python':>9}")
     rows = []
     for peers in (1, 8, 64) if args.quick else (1, 2, 4, 8, 16, 32, 64):
         row = measure(peers, driver, device, 50 if args.quick else 500)
         rows.append(row)
-        c, python = row["C"], row["Python"]
-        print(
-            f"{peers:>6}{c['launch_us']:>11.1f}{python['launch_us']:>9.1f}{c['wait_us']:>10.1f}{python['wait_us']:>9.1f}"
-        )
+        times = [row[name]["launch_us"] for name in ("C", "Python", "C, op")]
+        times += [row[name]["wait_us"] for name in ("C", "Python")]
+        print(f"{peers:>6}{times[0]:>11.1f}{times[1]:>9.1f}{times[2]:>9.1f}{times[3]:>10.1f}{times[4]:>9.1f}")
     if args.json:
         result = {"machine": what, "torch": torch.__version__, "rows": rows}
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")

@@ -47,9 +47,10 @@ class DirectOps:
     def _replace(self, name: str, packet: Any) -> Any:
         if name not in self._functions:
             return packet
-        return _Names(packet, {"default": self._function_of(name, packet.default)})
+        return _Names(packet, {"default": self.function_of(name, packet.default)})
 
-    def _function_of(self, name: str, op: Any) -> Function:
+    def function_of(self, name: str, op: Any) -> Function:
+        """The op as such a function; the op itself where somebody watches ops."""
         function, on_gpu = self._functions[name], self._on_gpu.get(name)
         modes = torch._C._len_torch_dispatch_stack
 

@@ -81,9 +81,14 @@ class CudaDriver:
             return True
         return False
 
+    def _is_current(self) -> bool:
+        """Whether the device is torch's current one: then its context is the thread's, if that has one."""
+        assert cuda.current_device is not None
+        return cuda.current_device() == self._index
+
     def _call_in_context(self, name: str, *arguments: Any) -> None:
-        assert CudaDriver.calls is not None and cuda.current_device is not None
-        if cuda.current_device() == self._index:  # nearly always; to ask the driver takes as long as the call
+        assert CudaDriver.calls is not None
+        if self._is_current():  # nearly always; to ask the driver takes as long as the call
             code = CudaDriver.calls[name](*arguments)
             if code != INVALID_CONTEXT:
                 self.raise_on_error(name, code)
