@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -226,8 +228,12 @@ def _uneven() -> None:
     ]
     assert t.losses == plain.losses and torch.equal(t.model.table.weight, plain.model.table.weight)
     t = Training(True)
+    with mock.patch.dict(os.environ, FREESCALE_STRICT="1"):
+        strict = t.loader(data(steps))
+        assert not t.loader(data(steps), strict=False).strict
+    assert t.loader(data(steps), strict=True).strict
     with pytest.raises(RuntimeError, match="loader of rank 0 ended after 4 batches"):
-        for batch in t.loader(data(steps), strict=True):
+        for batch in strict:
             t.step(batch)
     assert t.losses == plain.losses and torch.equal(t.model.table.weight, plain.model.table.weight)
 
@@ -239,6 +245,7 @@ def _strict_by_flag() -> str:
     return "no error"
 
 
+@pytest.mark.thorough  # the same as above, with a flag of the processes
 def test_uneven_loaders_are_an_error_under_the_strict_flag():
     for text in run_ranks(_strict_by_flag, 2, env={"FREESCALE_STRICT": "1"}, expect_errors=True):
         assert "RuntimeError: freescale: the loader of rank 0 ended after 1 batches" in text
