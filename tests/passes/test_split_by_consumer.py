@@ -308,7 +308,7 @@ def _different_batches(dynamic: bool):
     return launches
 
 
-@pytest.mark.parametrize("dynamic", (True, False))
+@pytest.mark.parametrize("dynamic", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_ranks_with_batches_of_different_size_launch_alike(dynamic):
     assert run_ranks(_different_batches, 2, dynamic) == [{"forward": 2, "backward": 1}] * 2
 
