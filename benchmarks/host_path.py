@@ -178,7 +178,7 @@ class Loop:
 
 def measure(peers: int, driver: CudaDriver, device: str, steps: int) -> dict[str, Any]:
     op = torch.ops.freescale.all_to_all_launch_staged.default
-    function = direct_ops.function_of("all_to_all_launch_staged", op)
+    function = direct_ops.function_of("all_to_all_launch_staged")
     variants = {"C": (NativeIssuer, function), "Python": (PythonIssuer, function), "C, op": (NativeIssuer, op)}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     with world_of(peers) as group:

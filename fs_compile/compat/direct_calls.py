@@ -30,13 +30,12 @@ class DirectOps:
         """`on_gpu`: where the op's first argument is there, instead of another one."""
         (self._on_gpu if on_gpu else self._functions)[name] = function
 
-    def call_from(self, compiled: Any) -> bool:
-        """From what Inductor made of a graph. False where its code is none that can be told to."""
+    def call_from(self, compiled: Any) -> None:
+        """From what Inductor made of a graph; code that is not Python's is left alone."""
         call = getattr(getattr(compiled, "compiled_fn_runner", None), "call", None)
         names = getattr(call, "__globals__", {})
         if "torch" in names:
             names["torch"] = self._torch
-        return "torch" in names
 
     @cached_property
     def _torch(self) -> Any:
@@ -47,10 +46,11 @@ class DirectOps:
     def _replace(self, name: str, packet: Any) -> Any:
         if name not in self._functions:
             return packet
-        return _Names(packet, {"default": self.function_of(name, packet.default)})
+        return _Names(packet, {"default": self.function_of(name)})
 
-    def function_of(self, name: str, op: Any) -> Function:
+    def function_of(self, name: str) -> Function:
         """The op as such a function; the op itself where somebody watches ops."""
+        op = getattr(getattr(torch.ops, self._namespace), name).default
         function, on_gpu = self._functions[name], self._on_gpu.get(name)
         modes = torch._C._len_torch_dispatch_stack
 
