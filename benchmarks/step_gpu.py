@@ -215,6 +215,14 @@ def show(found: dict[str, Any]) -> None:
                 f"waiting for the last rank included; that one in {met['last_rank']:.2f} (median). Besides, the "
                 f"slowest rank's host takes {r['host_skew_ms']:.2f} ms longer than the mean one's"
             )
+        for rank, places in enumerate(r.get("idle_ms", [])):
+            listed = ", ".join(f"{ms:.2f} at {place}" for place, ms in places.items() if ms >= 0.2)
+            print(f"  {r['variant']}, rank {rank}: compute stream idle, ms: {listed}")
+        if late := r.get("straggling"):
+            print(
+                f"  {r['variant']}: ranks straggle {late['predicted_before']:.1%} of a step as the batches come, "
+                f"{late['predicted_after']:.1%} balanced as predicted, {late['measured']:.1%} as measured"
+            )
         if packing := r.get("packing_ms"):
             print(f"  {r['variant']} packs and unpacks: {packing:.3f} ms of the GPU's time, {packing / dense:.2%}")
     checks = found["checks"]

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +23,9 @@ import torch
 
 MARKER = "erfinv"  # a kernel that no model has, launched on the compute stream where a step begins
 PACKING = ("_compress", "_expand")  # the kernels of compression_triton.py
-STEPS, SETTLING = 7, 2  # that are profiled; of those, the first ones do not count
+STEPS, SETTLING = 16, 2  # that are profiled, at most; of those, the first ones do not count
+WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+PLACES = 4  # where the stream has nothing to do: so many are named
 
 
 class DeviceProfile:
@@ -46,7 +49,7 @@ class DeviceProfile:
             path = Path(folder, "trace.json")
             self.profiler.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
-        return {"busy_steps": busy_steps(events), "packing_ms": packing_ms(events)}
+        return {"busy_steps": busy_steps(events), "packing_ms": packing_ms(events), "idle_ms": idle_ms(events)}
 
 
 def _kernels(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -62,6 +65,23 @@ def busy_steps(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
     moments = [m["ts"] for m in markers[SETTLING:]]
     steps = zip(moments[:-1], moments[1:], strict=True)
     return [(busy_microseconds(kernels, markers[0]["args"]["stream"], *step), step[1] - step[0]) for step in steps]
+
+
+def idle_ms(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Of a step: milliseconds in which the stream of the markers has nothing to do, by the kernels and copies around
+    that time; the longest ones."""
+    _, markers = _kernels(events)
+    if len(markers) < SETTLING + 2:
+        return {}
+    stream, begin, end = markers[0]["args"]["stream"], markers[SETTLING]["ts"], markers[-1]["ts"]
+    work = [e for e in events if e.get("cat") in WORK and e["args"]["stream"] == stream and begin <= e["ts"] <= end]
+    ours = sorted(work, key=lambda e: e["ts"])
+    idle: Counter[str] = Counter()
+    for last, following in pairwise(ours):
+        gap = following["ts"] - last["ts"] - last["dur"]
+        if gap > 0:
+            idle[f"{last['name'][:40]} - {following['name'][:40]}"] += gap
+    return {place: us / 1e3 / (len(markers) - 1 - SETTLING) for place, us in idle.most_common(PLACES)}
 
 
 def busy_shares(ranks: list[list[tuple[float, float]]]) -> dict[str, float | None]:

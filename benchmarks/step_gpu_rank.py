@@ -22,8 +22,12 @@ from step_gpu_model import batches
 from step_gpu_variants import DENSE, GROUP_SECONDS, SAME_BITS, VARIANTS, Task, Trainee, Variant, World
 
 WARM_UP, TAIL = 3, 1  # steps at the start and the end of a block that do not count: there, look-ahead has no neighbour
+# Balance: by then it knows what a sample costs, and cuBLAS has loaded its kernels for the batches, whose sizes change
+# with that; the host waits for the device whenever it loads one.
+FITTED_AFTER = 80
 AHEAD = 2  # steps that the host may be ahead of the device: then no launch waits for a full queue
 PHASES = ("next", "forward", "backward", "optimizer")
+STRAGGLING = ("predicted_before", "predicted_after", "measured")  # shares of a step
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Block:
     bits: Any = None  # losses of all steps, digest of the table
     colliding: float | None = None
     overlaps: bool | None = None  # where a LookaheadLoader chooses that
+    balance: list[tuple[float, float, float]] = field(default_factory=list)  # of a step, in STRAGGLING
 
 
 class Clock:
@@ -117,6 +122,9 @@ def as_block(trainee: Trainee, clock: Clock, host: np.ndarray, losses: list[torc
             block.waits[name] = [s["waits"].get(name, 0.0) * 1e3 for s in steps]
     if trainee.variant.look_ahead:
         block.overlaps = trainee.loader.overlaps
+    if trainee.variant.balance:
+        stats = trainee.loader.balance_stats()[WARM_UP:]
+        block.balance = [tuple(s[name] for name in STRAGGLING) for s in stats if s["measured"] is not None]
     if trainee.variant.look_ahead and trainee.variant.overlap:
         last = len(losses) - TAIL
         stats = [s for s in trainee.loader.stats() if WARM_UP <= s["step"] < last and s["exchange"].startswith("item")]
@@ -124,13 +132,14 @@ def as_block(trainee: Trainee, clock: Clock, host: np.ndarray, losses: list[torc
     return block
 
 
-def profile_device(trainee: Trainee, data: list[Any]) -> dict[str, float | None]:
+def profile_device(trainee: Trainee, data: list[Any]) -> dict[str, Any]:
     if trainee.world.device.type != "cuda":
         return step_gpu_profile.busy_shares([[]])
     watch = step_gpu_profile.DeviceProfile()
     train(trainee, data[: WARM_UP + step_gpu_profile.STEPS], watch)
     ranks = trainee.world.gather(watch.figures())
-    return {**step_gpu_profile.busy_shares([r["busy_steps"] for r in ranks]), "packing_ms": ranks[0]["packing_ms"]}
+    shares = step_gpu_profile.busy_shares([r["busy_steps"] for r in ranks])
+    return {**shares, "packing_ms": ranks[0]["packing_ms"], "idle_ms": [r["idle_ms"] for r in ranks]}
 
 
 def profile_host(trainee: Trainee, data: list[Any], title: str) -> str:
@@ -174,6 +183,8 @@ def row(ranks: list[list[Block]], variant: Variant) -> dict[str, Any]:
         found["waits_ms"] = {n: float(np.median([ms for b in every for ms in b.waits.get(n, [0.0])])) for n in names}
         if variant.look_ahead:
             found["meeting_ms"] = meeting(ranks)
+    if variant.balance and (shares := [share for b in every for share in b.balance]):
+        found["straggling"] = dict(zip(STRAGGLING, np.mean(shares, 0).tolist(), strict=True))
     if variant.look_ahead and variant.overlap is None:
         found["overlaps"] = every[0].overlaps
     if variant.look_ahead and variant.overlap:
@@ -236,10 +247,14 @@ def measure_size(name: str, world: World, trainees: dict[str, Trainee], say: Any
     for variant, trainee in trainees.items():  # memory of this size, code of its kernels; what is chosen is
         say("at", variant)
         train(trainee, data[: WARM_UP + TAIL])
+        steps_before = 0
         if VARIANTS[variant].overlap is None:
             trainee.loader = None  # what it has chosen for another size
-            for _ in range(-(-overlap_choice.DECIDED_AFTER // len(data))):
-                train(trainee, data)
+            steps_before = overlap_choice.DECIDED_AFTER
+        elif VARIANTS[variant].balance:
+            steps_before = FITTED_AFTER
+        for _ in range(-(-steps_before // len(data))):
+            train(trainee, data)
     for turn in range(rounds):
         for variant in order[turn % len(order) :] + order[: turn % len(order)]:
             say("at", variant)

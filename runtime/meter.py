@@ -53,9 +53,10 @@ class DeviceStep:
 
     def read(self) -> bool:
         """Whether the device has told all there is to tell."""
-        if not self._events:
+        events = self._events  # another thread may have read them in between
+        if not events:
             return True
-        began, graph_began, ended = self._events
+        began, graph_began, ended = events
         if ended is None or not self._driver.is_done(ended):
             return False
         self.seconds = self._driver.seconds_between(began, ended)

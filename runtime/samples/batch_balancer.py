@@ -1,7 +1,7 @@
 """Balance the batches of one loop between the ranks: what a LookaheadLoader's thread does before it plans a batch.
 
 The ranks gather what their samples cost, all find the same assignment, and the samples travel. With the costs travels
-how long an earlier step took, which fits the cost function to this machine. What a batch is made of is in
+how long earlier steps took, which fits the cost function to this machine. What a batch is made of is in
 split_batch.py.
 """
 
@@ -28,8 +28,10 @@ from freescale.runtime.samples.split_batch import SplitBatch
 log = logging.getLogger(__name__)
 
 METHODS = tuple(m for m in solver.METHODS if m != "local")
-# A batch is planned when the loop takes the one two before it, so the step four before it has ended on every rank.
+# A batch is planned when the loop takes the one two before it, so the step four before it has ended on every rank. (A
+# GPU may be further behind: then its times are not known yet, and wait for a later batch.)
 _MEASURED_AFTER = 4
+_MOST_TIMES = 4  # steps whose times travel with one batch: more than one, so that they catch up
 _LOG_FIT_EVERY = 100  # batches
 
 
@@ -103,6 +105,7 @@ class BatchBalancer:
         # These are by the number of the batch or step.
         self._balanced: dict[int, tuple[SampleInfo, batch_structure.BatchEvent]] = {}  # until the batch is handed out
         self._step_times: dict[int, meter.FinishedStep | None] = {}  # of this rank, until the others know them
+        self._measured = 0  # steps whose times all ranks know
         self._unmeasured: dict[int, tuple[dict[str, Any], np.ndarray]] = {}  # statistics and features
         self._logged_oversized = False
 
@@ -111,7 +114,8 @@ class BatchBalancer:
     def take(self, number: int, ended: meter.FinishedStep | None) -> SampleInfo:
         """Batch `number` goes to the user, whose streams wait for it; the step before it, if it trained, took as long
         as `ended` says."""
-        self._step_times[number - 1] = ended
+        if number > 0:
+            self._step_times[number - 1] = ended
         info, ready = self._balanced.pop(number)
         ready.wait()
         return info
@@ -142,7 +146,7 @@ class BatchBalancer:
         self._check_same([digest for _, digest in headers], local.text)
         brought = np.array([samples for samples, _ in headers])  # by each rank
         measures, times = self._gather(local, brought)
-        self._observe(local.number - _MEASURED_AFTER, times)
+        self._observe(times)
         home = np.repeat(np.arange(len(brought)), brought)
         result = self._solve(measures, home, brought)
         me = self.group.rank()
@@ -205,23 +209,32 @@ class BatchBalancer:
         )
 
     def _gather(self, local: _LocalBatch, brought: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The measures of the samples of all ranks, and (seconds, compute) of a step of each rank; NaN if not known.
+        """The measures of the samples of all ranks, and `_times` of those steps that come next, [ranks, steps, 2].
 
         One all-gather, padded to the most samples.
         """
-        times = [float("nan")] * 2
-        if (ended := self._step_times.pop(local.number - _MEASURED_AFTER, None)) is not None:
-            summary = meter.summary(*ended[:4])
-            times = [summary["seconds"], summary["compute"]]
+        steps = min(local.number - _MEASURED_AFTER + 1 - self._measured, _MOST_TIMES)
         rows, most = len(local.measures), int(brought.max())
-        message = np.zeros(2 + rows * most)
-        message[:2] = times
-        message[2:].reshape(rows, most)[:, : local.split.samples] = local.measures
+        message = np.zeros(2 * _MOST_TIMES + rows * most)
+        for i in range(steps):
+            message[2 * i : 2 * i + 2] = self._times(self._measured + i)
+        message[2 * _MOST_TIMES :].reshape(rows, most)[:, : local.split.samples] = local.measures
         received = [torch.empty(len(message), dtype=torch.float64) for _ in brought]
         dist.all_gather(received, torch.from_numpy(message), group=self.group)
         messages = [r.numpy() for r in received]
-        measures = [m[2:].reshape(rows, most)[:, :n] for m, n in zip(messages, brought, strict=True)]
-        return np.concatenate(measures, 1), np.stack([m[:2] for m in messages])
+        measures = [m[2 * _MOST_TIMES :].reshape(rows, most)[:, :n] for m, n in zip(messages, brought, strict=True)]
+        times = [m[: 2 * max(steps, 0)].reshape(-1, 2) for m in messages]
+        return np.concatenate(measures, 1), np.stack(times)
+
+    def _times(self, number: int) -> tuple[float, float]:
+        """(seconds, compute) of a step of this rank: NaN while its GPU has not told them, 0 seconds if there was none:
+        the batch was not trained on, or not taken."""
+        if (ended := self._step_times.get(number)) is None:
+            return 0.0, 0.0
+        if not meter.is_known(ended):
+            return float("nan"), float("nan")
+        summary = meter.summary(*ended[:4])
+        return summary["seconds"], summary["compute"]
 
     def _solve(self, measures: np.ndarray, home: np.ndarray, brought: np.ndarray) -> solver.BalanceResult:
         o = self.options
@@ -239,14 +252,19 @@ class BatchBalancer:
 
     # -- statistics and the fit -------------------------------------------------------------------------------------
 
-    def _observe(self, number: int, times: np.ndarray) -> None:
-        entry, features = self._unmeasured.pop(number, (None, None))
-        if entry is None or not np.isfinite(times).all():
-            return
-        seconds, compute = times.T
-        entry["measured"] = float((compute.max() - compute).mean() / seconds.mean())
-        if isinstance(self.cost, FittedCost) and number > 0:  # the first step compiles
-            self.cost.observe(features, np.maximum(compute, 0.0))
+    def _observe(self, times: np.ndarray) -> None:
+        """What `_gather` has returned: up to the first step whose times a rank does not know yet."""
+        for seconds, compute in times.transpose(1, 2, 0):
+            if np.isnan(seconds).any():
+                break
+            number, self._measured = self._measured, self._measured + 1
+            self._step_times.pop(number, None)
+            entry, features = self._unmeasured.pop(number)
+            if not seconds.all():
+                continue
+            entry["measured"] = float((compute.max() - compute).mean() / seconds.mean())
+            if isinstance(self.cost, FittedCost) and number > 0:  # the first step compiles
+                self.cost.observe(features, np.maximum(compute, 0.0))
 
     def _record(
         self, number: int, result: solver.BalanceResult, home: np.ndarray, features: np.ndarray, began: float

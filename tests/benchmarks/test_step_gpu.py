@@ -133,6 +133,10 @@ def test_the_share_of_busy_time():
     elsewhere = [kernel("nccl", 200, 200, stream=9), {"cat": "gpu_memcpy", "name": "x", "ts": 300, "dur": 50, "args": {"stream": 7}}]
     assert step_gpu_profile.busy_steps(markers + work + elsewhere) == [(52, 100), (12, 100)]
     assert step_gpu_profile.busy_steps(markers[:3] + work) == []
+    idle = step_gpu_profile.idle_ms(markers + work + elsewhere)  # of two steps, longest first
+    assert [(place, ms * 2e3) for place, ms in idle.items()] == [
+        ("x - d", 40), ("c - erfinv_kernel", 30), ("erfinv_kernel - b", 18)
+    ]  # fmt: skip
     both = step_gpu_profile.busy_shares([[(52, 100), (12, 100)], [(40, 100), (60, 100)]])
     assert both == {"compute_busy": 164 / 400, "compute_busy_longest": (52 + 60) / 200}
     assert step_gpu_profile.busy_shares([[(1, 2)], []])["compute_busy"] is None
