@@ -22,8 +22,8 @@ from step_gpu_model import batches
 from step_gpu_variants import DENSE, GROUP_SECONDS, SAME_BITS, VARIANTS, Task, Trainee, Variant, World
 
 WARM_UP, TAIL = 3, 1  # steps at the start and the end of a block that do not count: there, look-ahead has no neighbour
-# Balance: by then it knows what a sample costs, and cuBLAS has met the sizes of the batches, which change with that. (In
-# the first call with a new size it may wait until the device has done all that it was given.)
+# Balance: by then it knows what a sample costs, and cuBLAS has met the sizes of the batches, which change with that. In
+# the first call with a new size it may wait until the device has done all that it was given.
 FITTED_AFTER = 80
 AHEAD = 2  # steps that the host may be ahead of the device: then no launch waits for a full queue
 PHASES = ("next", "forward", "backward", "optimizer")
