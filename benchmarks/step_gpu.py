@@ -218,8 +218,8 @@ def show(found: dict[str, Any]) -> None:
                 f"slowest rank's host takes {r['host_skew_ms']:.2f} ms longer than the mean one's"
             )
         for rank, places in enumerate(r.get("idle_ms", [])):
-            listed = ", ".join(f"{ms:.2f} at {place}" for place, ms in places.items() if ms >= 0.2)
-            print(f"  {r['variant']}, rank {rank}: compute stream idle, ms: {listed}")
+            if listed := ", ".join(f"{ms:.2f} at {place}" for place, ms in places.items() if ms >= 0.2):
+                print(f"  {r['variant']}, rank {rank}: compute stream idle, ms: {listed}")
         if late := r.get("straggling"):
             print(
                 f"  {r['variant']}: ranks straggle {late['predicted_before']:.1%} of a step as the batches come, "

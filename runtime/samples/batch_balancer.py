@@ -213,7 +213,7 @@ class BatchBalancer:
 
         One all-gather, padded to the most samples.
         """
-        steps = min(local.number - _MEASURED_AFTER + 1 - self._measured, _MOST_TIMES)
+        steps = max(min(local.number - _MEASURED_AFTER + 1 - self._measured, _MOST_TIMES), 0)
         rows, most = len(local.measures), int(brought.max())
         message = np.zeros(2 * _MOST_TIMES + rows * most)
         for i in range(steps):
@@ -223,7 +223,7 @@ class BatchBalancer:
         dist.all_gather(received, torch.from_numpy(message), group=self.group)
         messages = [r.numpy() for r in received]
         measures = [m[2 * _MOST_TIMES :].reshape(rows, most)[:, :n] for m, n in zip(messages, brought, strict=True)]
-        times = [m[: 2 * max(steps, 0)].reshape(-1, 2) for m in messages]
+        times = [m[: 2 * steps].reshape(-1, 2) for m in messages]
         return np.concatenate(measures, 1), np.stack(times)
 
     def _times(self, number: int) -> tuple[float, float]:
