@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,8 +106,7 @@ class BatchBalancer:
         # These are by the number of the batch or step.
         self._balanced: dict[int, tuple[SampleInfo, batch_structure.BatchEvent]] = {}  # until the batch is handed out
         self._step_times: dict[int, meter.FinishedStep | None] = {}  # of this rank, until the others know them
-        self._measured = 0  # steps whose times all ranks know
-        self._unmeasured: dict[int, tuple[dict[str, Any], np.ndarray]] = {}  # statistics and features
+        self._unmeasured: dict[int, tuple[dict[str, Any], np.ndarray]] = {}  # statistics and features, in order
         self._logged_oversized = False
 
     # -- the user's thread ---------------------------------------------------------------------------------------
@@ -145,8 +145,9 @@ class BatchBalancer:
         assert local is not None
         self._check_same([digest for _, digest in headers], local.text)
         brought = np.array([samples for samples, _ in headers])  # by each rank
-        measures, times = self._gather(local, brought)
-        self._observe(times)
+        steps = [n for n in islice(self._unmeasured, _MOST_TIMES) if n <= local.number - _MEASURED_AFTER]
+        measures, times = self._gather(local, brought, steps)
+        self._observe(steps, times)
         home = np.repeat(np.arange(len(brought)), brought)
         result = self._solve(measures, home, brought)
         me = self.group.rank()
@@ -208,22 +209,23 @@ class BatchBalancer:
             f"rank 0 has {differences[0][0]!r}, rank {rank} has {differences[0][1]!r}"
         )
 
-    def _gather(self, local: _LocalBatch, brought: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The measures of the samples of all ranks, and `_times` of those steps that come next, [ranks, steps, 2].
+    def _gather(
+        self, local: _LocalBatch, brought: np.ndarray, steps: list[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The measures of the samples of all ranks, and `_times` of the steps, [ranks, steps, 2].
 
         One all-gather, padded to the most samples.
         """
-        steps = max(min(local.number - _MEASURED_AFTER + 1 - self._measured, _MOST_TIMES), 0)
         rows, most = len(local.measures), int(brought.max())
         message = np.zeros(2 * _MOST_TIMES + rows * most)
-        for i in range(steps):
-            message[2 * i : 2 * i + 2] = self._times(self._measured + i)
+        for i, step in enumerate(steps):
+            message[2 * i : 2 * i + 2] = self._times(step)
         message[2 * _MOST_TIMES :].reshape(rows, most)[:, : local.split.samples] = local.measures
         received = [torch.empty(len(message), dtype=torch.float64) for _ in brought]
         dist.all_gather(received, torch.from_numpy(message), group=self.group)
         messages = [r.numpy() for r in received]
         measures = [m[2 * _MOST_TIMES :].reshape(rows, most)[:, :n] for m, n in zip(messages, brought, strict=True)]
-        times = [m[: 2 * steps].reshape(-1, 2) for m in messages]
+        times = [m[: 2 * len(steps)].reshape(-1, 2) for m in messages]
         return np.concatenate(measures, 1), np.stack(times)
 
     def _times(self, number: int) -> tuple[float, float]:
@@ -252,12 +254,11 @@ class BatchBalancer:
 
     # -- statistics and the fit -------------------------------------------------------------------------------------
 
-    def _observe(self, times: np.ndarray) -> None:
+    def _observe(self, steps: list[int], times: np.ndarray) -> None:
         """What `_gather` has returned: up to the first step whose times a rank does not know yet."""
-        for seconds, compute in times.transpose(1, 2, 0):
+        for number, (seconds, compute) in zip(steps, times.transpose(1, 2, 0), strict=True):
             if np.isnan(seconds).any():
                 break
-            number, self._measured = self._measured, self._measured + 1
             self._step_times.pop(number, None)
             entry, features = self._unmeasured.pop(number)
             if not seconds.all():

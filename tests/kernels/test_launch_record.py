@@ -181,3 +181,20 @@ def test_a_step_may_be_read_when_the_next_one_begins(driver):
     for name in ("first", "second", "third"):
         meter.mark(name, gpu)
     assert read == [True, True] and sum(line[0] == "record" for line in driver.log) == 3
+
+
+def test_two_threads_may_read_a_step(driver):
+    """The training thread, and the one that balances: each may find that the other has just done so."""
+    meter, gpu = Meter(), torch.device("cuda", 0)
+    meter.mark("first", gpu)
+    step, driver.milliseconds = meter._on_device, 8.0
+
+    class ReadMeanwhile(list):
+        def __bool__(self):
+            step._events = []
+            return True
+
+    step.end()
+    driver.reached = range(1000)
+    step._events = ReadMeanwhile(step._events)
+    assert step.read() and step.read() and step.seconds == 0.008

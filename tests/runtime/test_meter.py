@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from functools import cache
-from unittest import mock
 
 import pytest
 import torch
@@ -182,26 +181,6 @@ def _marks():
 
 def test_marks_of_the_user():
     assert run_ranks(_marks, 1) == [["a", "b"]]
-
-
-def test_two_threads_read_a_step_of_a_gpu(monkeypatch):
-    """The training thread does, and the one that balances: each may find that the other has just done so."""
-    from freescale.kernels.transports import cuda_driver
-    from freescale.runtime.meter import DeviceStep
-
-    driver = mock.Mock(**{"is_done.return_value": True, "seconds_between.return_value": 0.25})
-    monkeypatch.setattr(cuda_driver, "driver_of", lambda device: driver)
-    step = DeviceStep(torch.device("cuda"))
-
-    class ReadMeanwhile(list):
-        def __bool__(self) -> bool:
-            step._events = []
-            return True
-
-    step.graph_begins()
-    step.end()
-    step._events = ReadMeanwhile(step._events)
-    assert step.read() and step.read() and step.seconds == 0.25
 
 
 class _Writer:
