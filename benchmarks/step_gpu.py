@@ -214,8 +214,9 @@ def show(found: dict[str, Any]) -> None:
         if met := r.get("meeting_ms"):
             print(
                 f"  {r['variant']}: the ranks meet in {met['mean']:.2f} ms (mean) or {met['median']:.2f} (median), "
-                f"waiting for the last rank included; that one in {met['last_rank']:.2f} (median). Besides, the "
-                f"slowest rank's host takes {r['host_skew_ms']:.2f} ms longer than the mean one's"
+                f"waiting for the last rank included; that one in {met['last_rank']:.2f} (median). The compute stream "
+                f"stands still for {met['stalled']:.2f} of it (mean). Besides, the slowest rank's host takes "
+                f"{r['host_skew_ms']:.2f} ms longer than the mean one's"
             )
         for rank, places in enumerate(r.get("idle_ms", [])):
             if listed := ", ".join(f"{ms:.2f} at {place}" for place, ms in places.items() if ms >= 0.2):
@@ -322,7 +323,7 @@ def arguments() -> Any:
     legal = [v for v in VARIANTS if args.device == "cuda" or "staged" not in v]  # staged copies between GPUs
     if args.dense == "transformer":
         legal = [v for v in legal if "balance" not in v]  # histories of one length
-    every = [v.name for v in VARIANTS.values() if not v.compress and not v.further_tables]
+    every = [v.name for v in VARIANTS.values() if v.meets and not v.compress and not v.further_tables]
     wanted = args.variants or (QUICK[args.device] if args.quick else every)
     args.variants = ["dense", *(v for v in legal if v in wanted and v != "dense")]
     known = SIZES[args.device]

@@ -38,6 +38,7 @@ class Block:
     host: dict[str, list[float]] = field(default_factory=dict)
     exposed: list[float] = field(default_factory=list)
     waits: dict[str, list[float]] = field(default_factory=dict)
+    meeting: list[float] = field(default_factory=list)  # of the training thread, whether the device waited or not
     bits: Any = None  # losses of all steps, digest of the table
     colliding: float | None = None
     overlaps: bool | None = None  # where a LookaheadLoader chooses that
@@ -79,7 +80,8 @@ def train(trainee: Trainee, data: Any, watch: step_gpu_profile.DeviceProfile | N
     fused = {"fused": True} if world.device.type == "cuda" else {}
     optimizer = torch.optim.Adam(world.dense.parameters(), lr=1e-3, **fused)
     freescale.meter.clear()
-    clock, host, losses = Clock(world.device), [], []
+    clock, host, losses, meetings = Clock(world.device), [], [], []
+    stop_listening = freescale.meter.listen(lambda step: meetings.append(meeting_ms_of(step)))
     world.synchronize()
     dist.barrier(world.books)
     clock.mark()
@@ -104,7 +106,16 @@ def train(trainee: Trainee, data: Any, watch: step_gpu_profile.DeviceProfile | N
         clock.wait_for(number + 1 - AHEAD)
         number += 1
     world.synchronize()
-    return as_block(trainee, clock, np.array(host), losses)
+    stop_listening()
+    block = as_block(trainee, clock, np.array(host), losses)
+    block.meeting = meetings[WARM_UP : len(losses) - TAIL]
+    return block
+
+
+def meeting_ms_of(step: Any) -> float:
+    from freescale.runtime.meter import MEETING
+
+    return sum(r.wait_ended - r.wait_began for r in step.records if r.label == MEETING) * 1e3
 
 
 def as_block(trainee: Trainee, clock: Clock, host: np.ndarray, losses: list[torch.Tensor]) -> Block:
@@ -192,26 +203,29 @@ def row(ranks: list[list[Block]], variant: Variant) -> dict[str, Any]:
     return found
 
 
-def meetings(ranks: list[list[Block]]) -> np.ndarray:
-    """[rank, step]"""
-    from freescale.runtime.meter import MEETING
-
-    return np.array([[ms for b in blocks for ms in b.waits.get(MEETING, [0.0] * len(b.step))] for blocks in ranks])
-
-
 def host_skew(ranks: list[list[Block]]) -> float:
     """By how much the slowest rank's host is slower than the mean one's in a step, without the meeting of the ranks: so
     long they wait for each other if they meet in every step. (The dense part alone has no meeting.)"""
     host = [[sum(ms) for b in blocks for ms in zip(*b.host.values(), strict=True)] for blocks in ranks]
-    own = np.array(host) - meetings(ranks)
+    own = np.array(host)
+    if ranks[0][0].meeting:
+        own -= meetings(ranks)
     return float((own.max(0) - own.mean(0)).mean())
+
+
+def meetings(ranks: list[list[Block]]) -> np.ndarray:
+    """[rank, step]"""
+    return np.array([[ms for b in blocks for ms in b.meeting] for blocks in ranks])
 
 
 def meeting(ranks: list[list[Block]]) -> dict[str, float]:
     """What the meeting of the ranks takes of a training thread's time: with the wait for the last rank, and without it
-    (of the rank that waits least: it came last)."""
-    each = meetings(ranks)
-    return {"mean": float(each.mean()), "median": float(np.median(each)), "last_rank": float(np.median(each.min(0)))}
+    (of the rank that waits least: it came last). `stalled`: as far as the compute stream had nothing to do."""
+    from freescale.runtime.meter import MEETING
+
+    each, stalled = meetings(ranks), [ms for blocks in ranks for b in blocks for ms in b.waits.get(MEETING, [])]
+    found = {"mean": float(each.mean()), "median": float(np.median(each)), "last_rank": float(np.median(each.min(0)))}
+    return found | {"stalled": sum(stalled) / each.size}
 
 
 def compare(blocks: dict[str, list[list[Block]]], codegen: str, exact: bool = True) -> dict[str, Any]:
