@@ -17,6 +17,7 @@ the dense part stay on their rank, so that the embedding exchange is alone on th
     -ahead      with a LookaheadLoader; -balance: which moves samples between the ranks, too
     -planned    with LookaheadLoader(overlap=False): planned ahead, but rows and gradients travel in their own step
     -chosen     with LookaheadLoader(overlap=None), the default: it has tried which of the two is faster
+    -waits      no step begins before all ranks have said that they begin it; -unmet: they do not tell each other
     -tables     two further tables, each with an exchange of its own: what an exchange costs the host
 
 All variants live in the same ranks and take turns, from the same weights every time. A step is the time between two
@@ -323,7 +324,7 @@ def arguments() -> Any:
     legal = [v for v in VARIANTS if args.device == "cuda" or "staged" not in v]  # staged copies between GPUs
     if args.dense == "transformer":
         legal = [v for v in legal if "balance" not in v]  # histories of one length
-    every = [v.name for v in VARIANTS.values() if v.meets and not v.compress and not v.further_tables]
+    every = [v.name for v in VARIANTS.values() if not v.meets and not v.compress and not v.further_tables]
     wanted = args.variants or (QUICK[args.device] if args.quick else every)
     args.variants = ["dense", *(v for v in legal if v in wanted and v != "dense")]
     known = SIZES[args.device]

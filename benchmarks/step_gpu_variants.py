@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,7 @@ class Variant:
     compress: str = ""  # as FREESCALE_COMPRESS
     overlap: bool | None = True  # of a LookaheadLoader
     further_tables: int = 0  # beside the one that all have
-    meets: bool = True  # the ranks tell each other that they begin a step; not safe without, and not an option
+    meets: str = ""  # how the ranks meet before a step, if not as they do by themselves: one of MEETINGS
 
 
 DENSE, PLAIN = Variant("dense"), Variant("plain")
@@ -50,15 +50,16 @@ VARIANTS = {
         Variant("c10d-ahead-tables", "c10d", look_ahead=True, further_tables=2),
         Variant("staged-ahead-tables", "staged", look_ahead=True, further_tables=2),
         Variant("staged-planned-tables", "staged", look_ahead=True, overlap=False, further_tables=2),
-        Variant("c10d-planned-unmet", "c10d", look_ahead=True, overlap=False, meets=False),
-        Variant("staged-planned-unmet", "staged", look_ahead=True, overlap=False, meets=False),
+        Variant("staged-planned-waits", "staged", look_ahead=True, overlap=False, meets="waits"),
+        Variant("c10d-planned-unmet", "c10d", look_ahead=True, overlap=False, meets="never"),
+        Variant("staged-planned-unmet", "staged", look_ahead=True, overlap=False, meets="never"),
         Variant("staged-ahead-lossy", "staged", "all,compress_exchange", True, compress="rows:0.2,which=all"),
     )
 }
 # Of each group, all must have the same bits: the same graphs, carried by something else. Inductor fuses other graphs
 # differently, and then rounds elsewhere; without it, all graphs must agree.
 _OF_ONE_STEP = ("c10d", "staged")
-_PLANNED = ("c10d-planned", "staged-planned", "c10d-planned-unmet", "staged-planned-unmet")
+_PLANNED = ("c10d-planned", "staged-planned", "staged-planned-waits", "c10d-planned-unmet", "staged-planned-unmet")
 _AHEAD = ("c10d-ahead", "staged-ahead", "c10d-chosen", "staged-chosen")
 SAME_BITS = {
     "inductor": (_OF_ONE_STEP, _AHEAD, _PLANNED),
@@ -130,8 +131,16 @@ class World:
         return {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
 
 
+def waiting_for_all() -> Any:
+    """No rank begins a step before it has heard that all others do."""
+    from freescale.runtime.lookahead.begun_step import RowsOfBegunStep
+
+    return mock.patch.object(RowsOfBegunStep, "may_begin", lambda *_: False)
+
+
 def without_meeting() -> Any:
-    """Every rank takes it for granted that the others begin the same step."""
+    """Every rank takes it for granted that the others begin the same step. Not safe, and not an option of freescale."""
+    from freescale.runtime.lookahead.begun_step import RowsOfBegunStep
     from freescale.runtime.lookahead.rank_status import Action, RankStatus, RankSync
 
     gather = RankSync._gather
@@ -139,7 +148,13 @@ def without_meeting() -> Any:
     def taken_for_granted(self: RankSync, own: RankStatus) -> list[list[int]]:
         return [list(own)] * self._world if own.action == Action.TRAIN else gather(self, own)
 
-    return mock.patch.object(RankSync, "_gather", taken_for_granted)
+    patches = ExitStack()
+    patches.enter_context(mock.patch.object(RowsOfBegunStep, "may_begin", lambda *_: False))
+    patches.enter_context(mock.patch.object(RankSync, "_gather", taken_for_granted))
+    return patches
+
+
+MEETINGS = {"": nullcontext, "waits": waiting_for_all, "never": without_meeting}
 
 
 class Trainee:
@@ -160,7 +175,7 @@ class Trainee:
                 options = {"balance": self.variant.balance, "overlap": self.variant.overlap}
                 self.loader = freescale.LookaheadLoader(data, self.model, **options)
             self.loader.loader = data
-            with nullcontext() if self.variant.meets else without_meeting():
+            with MEETINGS[self.variant.meets]():
                 yield from self.loader
             return
         for number, batch in enumerate(data):

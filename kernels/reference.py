@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import LATE, implement, lib
+from freescale.kernels.ops.schemas import LATE, URGENT, implement, lib
 from freescale.kernels.planning import exchange_plan, row_requests
 from freescale.kernels.planning.batch_plan import unless_nobody_sends
 from freescale.kernels.transports import c10d, launch_record
@@ -20,6 +20,7 @@ RUN_LENGTH = 512  # entries of a segment that are added one after another
 
 _ops = torch.ops.freescale
 _wait = torch.ops._c10d_functional.wait_tensor.default
+_LAUNCH_OF_ROWS = launch_record.RowsLaunch(_ops.all_to_all_rows_launch.default, copies=False)
 
 
 def exchange_forward(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
@@ -40,6 +41,8 @@ def exchange_backward(
 def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
     # The send buffer is the op's own: the Work holds it until it is done, also where the wait is in a later graph.
     packed = table_registry.gather_rows(table, rows)
+    if priority == URGENT:
+        launch_record.rows_launches[table] = _LAUNCH_OF_ROWS
     return _launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, group_name)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo import eval_frame
 
 
 def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,6 +81,24 @@ def graph_breaks() -> dict[str, int]:
     return dict(counters["graph_break"])
 
 
+def ends_with_its_call(gm: Any) -> bool:
+    """The graph that a backend is given goes on to the end of the compiled call: no graph break ends it."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and not reason.graph_break
+
+
+def begins_with_its_call() -> bool:
+    """Called by a backend's function when a graph runs: nothing of the compiled call has run before the graph. (Else it
+    is that of a function inside, or of what Dynamo made of the rest after a graph break.)"""
+    torch_folder, frame, outside_torch = str(Path(torch.__file__).parent), inspect.currentframe(), 0
+    frame = frame and frame.f_back  # the backend's function
+    while (frame := frame and frame.f_back) is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == eval_frame.__file__:
+            return outside_torch == 1  # the function itself
+        outside_torch += not frame.f_code.co_filename.startswith(torch_folder)
+    return False
+
+
 def is_ddp_break(reason: str) -> bool:
     """DDP's own forward, around the wrapped model: its logger and its context manager."""
     return "set_runtime_stats_and_log" in reason or "_inside_ddp_forward" in reason
@@ -138,4 +159,26 @@ def probe() -> None:
     with no_modes():
         pass
     assert callable(torch._guards.TracingContext.try_get)
+    _probe_calls()
     assert isinstance(torch._subclasses.FakeTensorMode().cache_enabled, bool)
+
+
+def _probe_calls() -> None:
+    found: list[tuple[bool, bool]] = []
+
+    def backend(gm: Any, inputs: Any) -> Callable[..., Any]:
+        ends = ends_with_its_call(gm)
+
+        def run(*args: Any) -> Any:
+            found.append((begins_with_its_call(), ends))
+            return gm.forward(*args)
+
+        return run
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    for function in (lambda x: x + 1, broken):
+        torch.compile(function, backend=backend, dynamic=False)(torch.zeros(1))  # type: ignore[no-untyped-call]
+    assert found == [(True, True), (False, True)]

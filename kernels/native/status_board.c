@@ -24,7 +24,7 @@ static inline _Atomic i64 *line_of(char *board, i64 line_bytes, i64 rank, i64 ro
     return (_Atomic i64 *)(board + (2 * rank + (round & 1)) * line_bytes);
 }
 
-static void fs_post(char *board, i64 line_bytes, i64 rank, i64 round, const i64 *numbers, i64 count) {
+void fs_post(char *board, i64 line_bytes, i64 rank, i64 round, const i64 *numbers, i64 count) {
     _Atomic i64 *line = line_of(board, line_bytes, rank, round);
     for (i64 i = 0; i < count; i++) atomic_store_explicit(line + 1 + i, numbers[i], memory_order_relaxed);
     atomic_store_explicit(line, round, memory_order_release);

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,15 @@ class LaunchRecord:
 
 
 records: deque[LaunchRecord] = deque(maxlen=MAX_RECORDS)
+
+
+class RowsLaunch(NamedTuple):
+    op: Callable[..., torch.Tensor]
+    copies: bool  # over a transport that copies
+
+
+# Of urgent rows, by table, in the order in which they were launched; whoever wants to know empties it first.
+rows_launches: dict[str, RowsLaunch] = {}
 # C++ holds a Work but not its Python half: that is kept here until somebody waits for it.
 _not_waited_for: dict[int, RecordedWork] = {}
 
@@ -210,10 +219,11 @@ def add_host_wait(label: str, began: float, ended: float) -> None:
 
 
 class record_host_wait:  # noqa: N801  (used as a statement)
-    """Record a time in which the host talks to other ranks and can do nothing else."""
+    """Record a time in which the host talks to other ranks and can do nothing else. Not `device_waits`: a GPU has work
+    meanwhile, or waits for something that is recorded itself."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, device_waits: bool = True) -> None:
+        self._name, self._device_waits = name, device_waits
 
     def __enter__(self) -> None:
         self._record = LaunchRecord(self._name, 0)
@@ -224,4 +234,6 @@ class record_host_wait:  # noqa: N801  (used as a statement)
     def __exit__(self, *error: Any) -> None:
         self._range.__exit__(*error)
         self._record.wait_ended = time.perf_counter()
+        if not self._device_waits:
+            self._record.stream_seconds = 0.0
         records.append(self._record)

@@ -213,7 +213,7 @@ class LookaheadLoader:
             balancer = self._balancer(connection.group)
             settings = self.strict, self._settings.timeout, balancer, self.overlap is not False, self._choice
             planner = Planner(self.loader, self.exchanges, connection, *settings)
-            loop.stop_planning = planner.stop
+            loop.stop_planning, loop.peek_batch = planner.stop, planner.peek
             loop.planning_failed, loop.why_planning_failed = lambda: planner.failed, planner.why_failed
             while True:
                 finished = METER.mark(device=self.exchanges[0].anchor.device if self.exchanges else None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from freescale.runtime.lookahead.loop_state import UNKNOWN_BATCH, LoopState
 from freescale.runtime.lookahead.planning_connection import PlanningConnection
-from freescale.runtime.lookahead.rank_status import Action, RankStatus, RankSync
+from freescale.runtime.lookahead.rank_status import Action, RankStatus, RankSync, require_expected_batch
 from freescale.runtime.tables.table_exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -83,8 +84,12 @@ class LoopStack:
 
     def _agree_on_end(self, loop: LoopState) -> None:
         """All ranks agree on the end of a loop, and apply what is pending."""
-        loop.end_forward()
         cause = None
+        try:
+            self.listen()
+        except RuntimeError as error:
+            cause = error
+        loop.end_forward()
         try:
             if loop.failure is None and not loop.closed:
                 self.synchronize(Action.CLOSE)
@@ -100,11 +105,59 @@ class LoopStack:
             )
 
     def synchronize(self, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
-        """In the innermost loop: see RankSync."""
-        return self._sync.synchronize(self.loops[-1], action, received)
+        """In the innermost loop: see RankSync. Who trains has the batch that is expected, on every rank."""
+        loop = self.loops[-1]
+        return self._compare(action, lambda: self._sync.synchronize(loop, action, received))
+
+    def say_begun(self, received: int) -> bool:
+        """If the innermost loop's step may begin before this rank has heard of the others (begun_step.py), tell them:
+        then `listen` is called later."""
+        loop = self.loops[-1]
+        begins = (
+            self._sync.can_listen_later
+            and loop.rows_of_begun.may_begin(loop.current)
+            and received in (loop.batch_number, UNKNOWN_BATCH)
+            and max(loop.pending, loop.incomplete) < 0
+            and not loop.planning_failed()
+        )
+        if begins:
+            self._sync.say_begun(loop, received)
+        return begins
+
+    def listen(self) -> None:
+        """The rest of a meeting that began with `say_begun`, if there is one. Where the step is not that of all ranks
+        it is taken back."""
+        if not self._sync.has_to_listen:
+            return
+        loop = self.loops[-1]
+        try:
+            self._compare(Action.TRAIN, lambda: self._sync.listen(loop))
+        except RuntimeError:
+            loop.take_back_step()
+            raise
+
+    def _compare(self, action: Action, compare: Callable[[], list[RankStatus]]) -> list[RankStatus]:
+        goes_on = False
+        try:
+            statuses = compare()
+            if action == Action.TRAIN:
+                require_expected_batch(statuses)
+            goes_on = action in (Action.TRAIN, Action.FLUSH)
+            return statuses
+        finally:
+            if self._sync.begun is not None and not goes_on:
+                self._serve(self._sync.begun)
+
+    def _serve(self, number: int) -> None:
+        """A batch that other ranks have begun. Never raises: what led here is what the user must see."""
+        try:
+            self.loops[-1].serve_begun_step(number)
+        except Exception as error:
+            log.warning("freescale: other ranks have begun batch %d, and get no rows of this one: %s", number, error)
 
     def flush(self) -> None:
         """Apply what is pending before the tables are used outside the planned order."""
+        self.listen()
         loop = self.innermost
         if loop is not None and max(loop.pending, loop.incomplete) >= 0:
             self.synchronize(Action.FLUSH)

@@ -19,6 +19,7 @@ from freescale.kernels.ops.schemas import EARLY
 from freescale.kernels.transports import open_transports
 from freescale.runtime import batch_structure
 from freescale.runtime.lookahead import late_gradients
+from freescale.runtime.lookahead.begun_step import RowsOfBegunStep
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.step_plan import StepPlan
@@ -42,6 +43,7 @@ class LoopState:
         self.stop_planning: Callable[[int, bool], None] = lambda more, together: None
         self.planning_failed: Callable[[], bool] = lambda: False  # on this rank, and its group with it
         self.why_planning_failed: Callable[[], str] = lambda: ""
+        self.peek_batch: Callable[[], PlannedBatch | None] = lambda: None  # the one that will be handed out next
         self.planning_group_failed = False  # on some rank, and every rank knows
         # How many batches fewer than the furthest rank this one had taken when the ranks last compared.
         self.batches_behind = 0
@@ -49,6 +51,7 @@ class LoopState:
         self._previous: list[StepPlan | None] = [None] * len(exchanges)
         self._updates_before: list[int] | None = None  # of each table when the step began; None outside a step
         self._backwards_before: list[int] = [0] * len(exchanges)  # of each table when the last forward pass ended
+        self.rows_of_begun = RowsOfBegunStep(exchanges)
         # The tensors with ids of the last batches, to recognise a batch that comes again.
         self._handed_out: deque[tuple[int, list[weakref.ref[Any]]]] = deque(maxlen=4)
 
@@ -65,6 +68,7 @@ class LoopState:
     def hand_out(self, planned: PlannedBatch) -> None:
         """Its batch goes to the user."""
         planned.complete(self.exchanges)
+        self.rows_of_begun.batch_follows(self.current)
         self.current = planned
         features = [f for x in self.exchanges for f in x.features]
         holders = batch_structure.id_holders(planned.batch, features)
@@ -95,6 +99,7 @@ class LoopState:
     def begin_step(self) -> None:
         """The batch handed out last is about to go through the model, on every rank."""
         assert self.current is not None
+        self.rows_of_begun.forward_begins(self.current)
         open_transports.check()
         for x, plan in zip(self.exchanges, self.current.plans, strict=True):
             _require_same_table(x, plan)
@@ -134,13 +139,29 @@ class LoopState:
                 if plan.next is not None and plan.next.arrived.is_inference():  # a training step could not use it
                     plan.next.arrived = _wait(plan.next.arrived).clone()
         self._updates_before = None
+        self.rows_of_begun.forward_ended(self.current)
+
+    def take_back_step(self) -> None:
+        """Its forward pass does not count, and comes to an end."""
+        for plan in () if self.current is None else self.current.plans:
+            plan.used = False
+        self.end_forward()
+
+    def serve_begun_step(self, number: int) -> None:
+        """Other ranks are in the forward pass of a batch that this one does not train: they get their rows. (They do
+        not train it either, once they have listened.)"""
+        planned = self.rows_of_begun.find(number, self.current) or self.peek_batch()
+        if planned is None or planned.number != number:
+            raise RuntimeError(f"freescale: batch {number}, which other ranks have begun, has no plan here")
+        planned.complete(self.exchanges)
+        self.rows_of_begun.serve(planned)
 
     # -- pending gradients ---------------------------------------------------------------------------------------
 
     def _pending(self) -> Iterator[tuple[Exchange, StepPlan]]:
         for x, plan in zip(self.exchanges, self._previous, strict=True):
             slot = None if plan is None or plan.last or not plan.backwards else plan.late_slot
-            if plan is not None and slot is not None and slot.grad is not None:
+            if plan is not None and slot is not None and slot.grad is not None and plan.leaves_gradients:
                 yield x, plan
 
     def _incomplete(self) -> Iterator[tuple[Exchange, StepPlan]]:

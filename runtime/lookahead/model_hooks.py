@@ -12,10 +12,11 @@ import torch
 
 from freescale.compat import compiled_modules
 from freescale.kernels.transports import open_transports
+from freescale.runtime import graph_watch
 from freescale.runtime.lookahead.loop_stack import LoopStack
 from freescale.runtime.lookahead.loop_state import LoopState
 from freescale.runtime.lookahead.model_tables import table_modules
-from freescale.runtime.lookahead.rank_status import Action, require_expected_batch
+from freescale.runtime.lookahead.rank_status import Action
 from freescale.runtime.meter import METER
 from freescale.runtime.tables import torchrec_patch
 
@@ -27,6 +28,7 @@ class ModelHooks:
         self._stack = stack
         self._handles: dict[tuple[str, torch.nn.Module], list[Any]] = {}
         self._calling: torch.nn.Module | None = None  # whose call is under way, of those that begin a step
+        self._graphs: list[bool] = []  # that the last step has run: which of them were alone (graph_watch.py)
 
     def __deepcopy__(self, memo: Any) -> ModelHooks:
         return self  # a copy of the model in the middle of a loop brings its hooks along
@@ -103,7 +105,8 @@ class ModelHooks:
         loop = self._stack.innermost
         if loop is None:
             return
-        loop.end_forward()  # of a step that something worse than an Exception has left
+        self._stack.listen()  # in a step that something worse than an Exception has left
+        loop.end_forward()
         if torch.is_grad_enabled():
             self._begin_training(loop, (args, kwargs))
         else:
@@ -117,7 +120,11 @@ class ModelHooks:
                 "freescale: a training step under a second LookaheadLoader while the first has not ended: a model "
                 "is trained under one loader at a time (evaluation under torch.no_grad() is fine)"
             )
-        require_expected_batch(self._stack.synchronize(Action.TRAIN, loop.identify_batch(inputs)))
+        received = loop.identify_batch(inputs)
+        if not self._stack.say_begun(received):
+            self._stack.synchronize(Action.TRAIN, received)
+        self._graphs.clear()
+        graph_watch.watch = self._before_graph
         loop.begin_step()
 
     def _begin_evaluation(self, loop: LoopState, inputs: Any) -> None:
@@ -129,12 +136,21 @@ class ModelHooks:
                 return
         self._stack.flush()
 
+    def _before_graph(self, alone: bool) -> None:
+        """Of a training step."""
+        self._graphs.append(alone)
+        if not alone:
+            self._stack.listen()
+
     def _after_forward(self, module: torch.nn.Module, *args: Any) -> None:
         if self._ignores(module):
             return
         self._set_calling(None)
+        graph_watch.watch = None
         if (loop := self._stack.innermost) is not None:
+            self._stack.listen()
             loop.end_forward()
+            loop.rows_of_begun.one_graph = self._graphs == [True]
 
     def before_lookup(self, *args: Any) -> None:
         """A table is used without the compiled model."""

@@ -38,10 +38,11 @@ class PlannedBatch:
 
     def complete(self, exchanges: list[Exchange]) -> None:
         """Make its plans, and those of the rows of the next batch. In the training thread, when it is handed out."""
+        if self.gradients is None:
+            return  # it was done before
         self._plan_rows(exchanges)
         if self.next is not None:
             self.next._plan_rows(exchanges)
-        assert self.gradients is not None
         self.gradients.upload()
         for i, (plan, planned) in enumerate(zip(self.plans, self.gradients.exchanges, strict=True)):
             if self.whole:

@@ -70,6 +70,7 @@ class Planner:
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # load one more batch, or stop
         self._ready: queue.SimpleQueue[PlannedBatch | BaseException | None] = queue.SimpleQueue()
+        self._peeked: PlannedBatch | None = None
         # A batch is ready when the one after it is known: two for the first, one more for each that is taken.
         self._orders.put(True)
         self._orders.put(True)
@@ -85,6 +86,19 @@ class Planner:
         Waits for the user's loader as long as it takes, for anything else no longer than the group's time-out allows.
         """
         began = time.perf_counter()
+        item = self._next_item()
+        self._peeked = None
+        self._record_wait(began, time.perf_counter(), item)
+        return item
+
+    def peek(self) -> PlannedBatch | None:
+        """The batch that `take` will return."""
+        self._peeked = self._next_item()
+        return self._peeked
+
+    def _next_item(self) -> PlannedBatch | None:
+        if self._peeked is not None:
+            return self._peeked
         while True:
             try:
                 item = self._ready.get(timeout=min(self.group_timeout, _CHECK_SECONDS))
@@ -93,7 +107,6 @@ class Planner:
                 self._check_thread()
         if isinstance(item, BaseException):
             raise item
-        self._record_wait(began, time.perf_counter(), item)
         return item
 
     def _record_wait(self, began: float, ended: float, planned: PlannedBatch | None) -> None:

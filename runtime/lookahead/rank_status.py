@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -54,6 +55,7 @@ class RankStatus(NamedTuple):
     incomplete: int  # the step whose backward pass has lost gradients, -1 if none has
     received: int  # the batch that reached the model: its number, UNKNOWN_BATCH or FOREIGN_BATCH
     planning_failed: int  # has planning failed on this rank, and its group with it?
+    begun: int = 0  # is it exchanging the rows of that batch already, and listens later?
 
 
 class RankSync:
@@ -72,40 +74,79 @@ class RankSync:
             self._group = new_group()
             self._mesh = rank_mesh.open_mesh(self._group, rank_mesh.peers_to_compare(group.rank(), self._world))
         self.failure: str | None = None  # why the ranks cannot be compared any more
+        self.begun: int | None = None  # the batch that some rank had begun when the ranks last compared
+        self._said: RankStatus | None = None  # not listened to the others since
+
+    @property
+    def can_listen_later(self) -> bool:
+        return self._board is not None
 
     def synchronize(self, loop: LoopState, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
         """Return where this rank may do `action`; raise where it may not. Pending gradients are applied if some rank
         needs that. Every rank calls this at the same place, with its innermost loop."""
         while True:
-            statuses = self._gather_status(loop, action, received)
-            if action == Action.TRAIN and _all_fine(statuses):
-                loop.batches_behind = 0
-                return statuses
-            actions = {s.action for s in statuses}
-            same_place = len({(s.loop, s.pending) for s in statuses}) == 1
-            planning_failed = any(s.planning_failed for s in statuses)
-            loop.batches_behind = max(s.batch for s in statuses) - loop.batch_number
-            loop.planning_group_failed |= planning_failed
-            if Action.CLOSE in actions:
-                loop.closed = True
-                if not same_place:
-                    loop.fail(describe_difference(statuses), known_to_all=True)
-            _raise_if_incomplete(loop, statuses)
-            if same_place and actions & {Action.FLUSH, Action.CLOSE}:
-                loop.apply_pending()
-            if not same_place or (len(actions) > 1 and Action.FLUSH not in actions):
-                if action == Action.CLOSE and same_place:
-                    log.warning("freescale: %s", describe_difference(statuses))
-                    return statuses
-                if same_place and planning_failed:
-                    raise RuntimeError(f"freescale: {loop.why_planning_failed()}")
-                raise RuntimeError(f"freescale: {describe_difference(statuses)}")
-            if action == Action.FLUSH or Action.FLUSH not in actions:
+            statuses = self._compare(loop, partial(self._gather, self._status(loop, action, received)))
+            if self._may_go_on(loop, action, statuses):
                 return statuses
             # Another rank wanted the flush alone (state_dict on one rank); it is done, now this rank's own action.
 
-    def _gather_status(self, loop: LoopState, action: Action, received: int) -> list[RankStatus]:
-        own = RankStatus(
+    def say_begun(self, loop: LoopState, received: int) -> None:
+        """This rank begins a training step now and listens later, before anything that could not be taken back. Only
+        where nothing is pending, so that no other rank can want it applied."""
+        assert self._board is not None
+        own = self._status(loop, Action.TRAIN, received)._replace(begun=1)
+        with launch_record.record_host_wait(MEETING):
+            self._board.post(own)
+        self._said = own
+
+    def listen(self, loop: LoopState) -> list[RankStatus]:
+        """The second half of `synchronize`, after `say_begun`."""
+        assert self._board is not None and self._said is not None
+        self._said, board = None, self._board
+        statuses = self._compare(loop, partial(board.read, self._timeout.total_seconds()), later=True)
+        may_go_on = self._may_go_on(loop, Action.TRAIN, statuses)
+        assert may_go_on, "a rank wants gradients applied, and none are pending"
+        return statuses
+
+    @property
+    def has_to_listen(self) -> bool:
+        return self._said is not None
+
+    def _may_go_on(self, loop: LoopState, action: Action, statuses: list[RankStatus]) -> bool:
+        """Raises where this rank may not do `action`; False where it is to ask again."""
+        if action == Action.TRAIN and _all_fine(statuses):
+            loop.batches_behind = 0
+            return True
+        actions = {s.action for s in statuses}
+        same_place = len({(s.loop, s.pending) for s in statuses}) == 1
+        planning_failed = any(s.planning_failed for s in statuses)
+        loop.batches_behind = max(s.batch for s in statuses) - loop.batch_number
+        loop.planning_group_failed |= planning_failed
+        if Action.CLOSE in actions:
+            loop.closed = True
+            if not same_place:
+                loop.fail(describe_difference(statuses), known_to_all=True)
+        _raise_if_incomplete(loop, statuses)
+        if same_place and actions & {Action.FLUSH, Action.CLOSE}:
+            loop.apply_pending()
+        if not same_place or (len(actions) > 1 and Action.FLUSH not in actions):
+            if action == Action.CLOSE and same_place:
+                log.warning("freescale: %s", describe_difference(statuses))
+                return True
+            if same_place and planning_failed:
+                raise RuntimeError(f"freescale: {loop.why_planning_failed()}")
+            raise RuntimeError(f"freescale: {describe_difference(statuses)}")
+        return action == Action.FLUSH or Action.FLUSH not in actions
+
+    def _status(self, loop: LoopState, action: Action, received: int) -> RankStatus:
+        self.begun = None
+        if loop.closed:
+            raise RuntimeError("freescale: this LookaheadLoader's loop has ended: the ranks were not at the same place")
+        if loop.failure is None and not dist.is_initialized():
+            loop.fail("the process group is gone")
+        if loop.failure is not None:
+            raise RuntimeError(f"freescale: {loop.failure}")
+        return RankStatus(
             action=action,
             loop=loop.number,
             batch=loop.batch_number,
@@ -115,20 +156,22 @@ class RankSync:
             received=received,
             planning_failed=loop.planning_failed(),
         )
-        if loop.closed:
-            raise RuntimeError("freescale: this LookaheadLoader's loop has ended: the ranks were not at the same place")
-        if loop.failure is None and not dist.is_initialized():
-            loop.fail("the process group is gone")
-        if loop.failure is not None:
-            raise RuntimeError(f"freescale: {loop.failure}")
+
+    def _compare(
+        self, loop: LoopState, gather: Callable[[], list[list[int]]], later: bool = False
+    ) -> list[RankStatus]:
+        """`later`: the step has begun, so its compute does not wait for this."""
+        self.begun = None
         try:
-            with launch_record.record_host_wait(MEETING):
-                return [RankStatus(*s) for s in self._gather(own)]
+            with launch_record.record_host_wait(MEETING, device_waits=not later):
+                statuses = [RankStatus(*s) for s in gather()]
         except Exception as error:
             limit = self._timeout.total_seconds()
             self.failure = f"the other ranks did not come to the same place within {limit:g} s, or are gone: {error}"
             loop.fail(self.failure)
             raise RuntimeError(f"freescale: {self.failure}") from error
+        self.begun = next((s.batch for s in statuses if s.begun), None)
+        return statuses
 
     def _gather(self, own: RankStatus) -> list[list[int]]:
         if self._world == 1:
@@ -142,9 +185,10 @@ class RankSync:
 
 
 def _all_fine(statuses: list[RankStatus]) -> bool:
-    """All say the same, and nothing is wrong with it: so it nearly always is."""
+    """All say the same, and nothing is wrong with it: so it nearly always is. (Some may have begun, and others not.)"""
     first = statuses[0]
-    return first.incomplete < 0 and not first.planning_failed and all(s == first for s in statuses)
+    same = all(s[:-1] == first[:-1] for s in statuses)
+    return same and first.incomplete < 0 and not first.planning_failed
 
 
 def _raise_if_incomplete(loop: LoopState, statuses: list[RankStatus]) -> None:

@@ -29,6 +29,8 @@ def _library() -> Any:
     functions = build.load("status_board")
     if functions is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
+        functions.fs_post.argtypes = [pointer, *[number] * 3, pointer, number]
+        functions.fs_post.restype = None
         functions.fs_read.argtypes = [pointer, number, number, number, pointer, number, ctypes.c_double]
         functions.fs_post_and_read.argtypes = [pointer, *[number] * 4, pointer, pointer, number, ctypes.c_double]
         functions.fs_read.restype = functions.fs_post_and_read.restype = number
@@ -41,28 +43,47 @@ class StatusBoard:
     def __init__(self, segment: SharedSegment, rank: int, world: int) -> None:
         self._segment, self._rank, self._world = segment, rank, world
         self._round = 0
+        self._own: Any = None  # what this rank says in this round
         self._finalizer = weakref.finalize(self, segment.close)
 
     def gather(self, numbers: Sequence[int], timeout: float) -> list[list[int]]:
         """What every rank says, in rank order. Raises where one is gone, or has not come in time."""
-        count, functions, address = len(numbers), _library(), self._segment.address
-        assert count <= _MAX_NUMBERS
+        self._begin_round(numbers)
+        return self._read(timeout, posted=False)
+
+    def post(self, numbers: Sequence[int]) -> None:
+        """The first half of `gather`, which waits for nobody. `read` is the second."""
+        self._begin_round(numbers)
+        _library().fs_post(self._segment.address, _LINE_BYTES, self._rank, self._round, self._own, len(numbers))
+
+    def read(self, timeout: float) -> list[list[int]]:
+        return self._read(timeout, posted=True)
+
+    def _begin_round(self, numbers: Sequence[int]) -> None:
+        assert len(numbers) <= _MAX_NUMBERS
         self._round += 1
-        own, all_numbers = (ctypes.c_int64 * count)(*numbers), (ctypes.c_int64 * (count * self._world))()
-        end, seconds = time.monotonic() + timeout, min(_LOOK_SECONDS, timeout)
-        missing = functions.fs_post_and_read(
-            address, _LINE_BYTES, self._rank, self._world, self._round, own, all_numbers, count, seconds
-        )
+        self._own = (ctypes.c_int64 * len(numbers))(*numbers)
+
+    def _read(self, timeout: float, posted: bool) -> list[list[int]]:
+        own, functions, address = self._own, _library(), self._segment.address
+        count, end, seconds = len(own), time.monotonic() + timeout, min(_LOOK_SECONDS, timeout)
+        all_numbers = (ctypes.c_int64 * (count * self._world))()
         while True:
+            if posted:
+                missing = functions.fs_read(address, _LINE_BYTES, self._world, self._round, all_numbers, count, seconds)
+            else:
+                missing = functions.fs_post_and_read(
+                    address, _LINE_BYTES, self._rank, self._world, self._round, own, all_numbers, count, seconds
+                )
+                posted = True
             if missing == self._world:
                 if bytes(all_numbers) == bytes(own) * self._world:
-                    return [list(numbers)] * self._world
+                    return [list(own)] * self._world
                 return [list(all_numbers[r * count : (r + 1) * count]) for r in range(self._world)]
             gone = self._has_left(missing)
             if gone or time.monotonic() > end:
                 self.leave()
                 raise RuntimeError(f"rank {missing} {'is gone' if gone else 'has not come'}")
-            missing = functions.fs_read(address, _LINE_BYTES, self._world, self._round, all_numbers, count, seconds)
 
     def leave(self) -> None:
         """Tell the others not to wait for this rank any more."""

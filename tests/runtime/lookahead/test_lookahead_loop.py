@@ -396,7 +396,9 @@ def _bad_input() -> None:
     check("load_state_dict while a LookaheadLoader's loop is on", loads)
     check("a table is used in training without its compiled model", without_compiled)
 
-    # A step whose backward comes when its gradients have missed the next one.
+
+def _late_backward() -> None:
+    """A step whose backward comes when its gradients have missed the next one."""
     t = Training(True)
     losses = []
     with pytest.raises(RuntimeError, match="backward of step 0 after the forward pass of a later batch"):
@@ -409,7 +411,7 @@ def _bad_input() -> None:
 LOOPS = (epochs, break_anywhere, exceptions, evaluation, evaluation_loader, checkpoints, odd_steps, learning_rates)
 CHECKS = {
     **{loop.__name__: partial(compare, loop) for loop in LOOPS},
-    **{f.__name__[1:]: f for f in (_loader_failures, _uneven, _leave_alone, _bad_input)},
+    **{f.__name__[1:]: f for f in (_loader_failures, _uneven, _leave_alone, _bad_input, _late_backward)},
 }
 
 
