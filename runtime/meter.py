@@ -149,8 +149,8 @@ class Meter:
         compute     the rest of the step
         exposed     this rank computed nothing because rows or gradients were not there
         loader      it waited for the loader to give a batch, or for the batch to be planned
-        straggler   it waited for the other ranks to begin the step. (Where it does not, and begins before them, it waits
-                    for their rows: `exposed`)
+        straggler   it waited for the other ranks to begin the step. (Where it begins before them, it waits for their
+                    rows instead: `exposed`)
         host_bound  the GPU had no work while the host did something else before it called the model. (What a GPU waits
                     for between two kernels of a graph is in `compute`; a profile of torch tells.)
         waits       exposed, loader and straggler by what was waited for: "urgent rows of item", "late gradients of
