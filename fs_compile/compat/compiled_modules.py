@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+log = logging.getLogger(__name__)
 
 
 def is_compiled(x: Any) -> bool:
@@ -25,7 +28,8 @@ def compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 class AroundCompiledCall:
-    """Until `remove`, `before` and `after` run around every call of a module that was compiled in place.
+    """Until `remove`, `before` and `after` run around every call of a module that was compiled in place, `after` also
+    where the call fails.
 
     (Hooks of such a module are compiled with it. Inside the graph of a caller nothing runs.)
     """
@@ -40,9 +44,15 @@ class AroundCompiledCall:
                 return compiled(*args, **kwargs)
             try:
                 before(module, args, kwargs)
-                return compiled(*args, **kwargs)
-            finally:
-                after(module)
+                result = compiled(*args, **kwargs)
+            except BaseException:
+                try:
+                    after(module)
+                except Exception as error:  # what happened first is what the caller must see
+                    log.warning("freescale: %s", error)
+                raise
+            after(module)
+            return result
 
         self._module, self._compiled, self._call = module, compiled, call
         module._compiled_call_impl = call

@@ -31,6 +31,7 @@ class RowsOfBegunStep:
 
     def __init__(self, exchanges: list[Exchange]) -> None:
         self._exchanges = {x.name: x for x in exchanges}
+        self._counts_lookups = any(hasattr(type(x.table), "count_lookup") for x in exchanges)
         self._order: list[tuple[str, launch_record.RowsLaunch]] | None = None  # as the last step did
         self._begun = -1  # the batch whose forward pass is under way
         self._last = -1  # the batch that went through the model last
@@ -43,8 +44,8 @@ class RowsOfBegunStep:
             return False
         if not planned.whole and not (planned.apart and planned.next_apart):
             return False
-        if any(hasattr(type(x.table), "count_lookup") for x in self._exchanges.values()):
-            return False  # a forward pass that does not count would be counted
+        if self._counts_lookups:
+            return False  # also one that is taken back
         return not only_over_copies or all(launch.copies for _, launch in self._order)
 
     def batch_follows(self, before: PlannedBatch | None) -> None:

@@ -87,6 +87,8 @@ class ModelHooks:
     def _set_calling(self, module: torch.nn.Module | None) -> None:
         """A call that begins a step is under way, or none is: then a lookup is one that no hook of ours has seen."""
         self._calling = module
+        if module is None:
+            graph_watch.watch = None
         for x in (x for loop in self._stack.loops for x in loop.exchanges):
             x.outside_step = module is None
 
@@ -146,7 +148,6 @@ class ModelHooks:
         if self._ignores(module):
             return
         self._set_calling(None)
-        graph_watch.watch = None
         if (loop := self._stack.innermost) is not None:
             self._stack.listen()
             loop.end_forward()

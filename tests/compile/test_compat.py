@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from freescale.compat import nixl, probes, triton_launch
+from freescale.compat import compiled_modules, nixl, probes, triton_launch
 from freescale.compat.version import SUPPORTED, torch_version
 from freescale.kernels.transports import selection
 
@@ -72,3 +72,23 @@ def test_whole_numbers_as_triton_has_them():
     triton = pytest.importorskip("triton")
     assert all(triton_launch.next_power_of_2(n) == triton.next_power_of_2(n) for n in range(70))
     assert all(triton_launch.cdiv(a, b) == triton.cdiv(a, b) for a in range(20) for b in range(1, 9))
+
+
+def test_what_follows_a_call_that_failed_does_not_hide_why():
+    """Of a module that was compiled in place: `after` runs either way, and raises only where the call did not."""
+    module, calls = torch.nn.Linear(2, 2), []
+
+    def after(module):
+        calls.append("after")
+        raise RuntimeError("rank 1 has left")
+
+    module.compile(backend="eager")
+    around = compiled_modules.AroundCompiledCall(module, lambda *_: calls.append("before"), after)
+    with pytest.raises(RuntimeError, match="rank 1 has left"):
+        module(torch.zeros(2))
+    with pytest.raises(TypeError):
+        module(1, 2, 3)
+    assert calls == ["before", "after"] * 2
+    around.remove()
+    module(torch.zeros(2))
+    assert len(calls) == 4
