@@ -26,6 +26,9 @@ from freescale.runtime.meter import MEETING
 
 log = logging.getLogger(__name__)
 
+# Of so many ranks, one that begins a step before it has heard of the others gains something: docs/gpu-steps.md.
+RANKS_THAT_LISTEN_LATER = 4
+
 
 class Action(IntEnum):
     """What a rank is about to do."""
@@ -79,7 +82,7 @@ class RankSync:
 
     @property
     def can_listen_later(self) -> bool:
-        return self._board is not None
+        return self._board is not None and self._world >= RANKS_THAT_LISTEN_LATER
 
     def synchronize(self, loop: LoopState, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
         """Return where this rank may do `action`; raise where it may not. Pending gradients are applied if some rank

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -33,12 +35,19 @@ def _begins_early(check: Any, only_over_copies: bool = False) -> int:
         begun.append(loop.batch_number)
         say(self, loop, received)
 
-    with mock.patch.object(begun_step, "only_over_copies", only_over_copies):
-        with mock.patch.object(rank_status.RankSync, "say_begun", counted):
-            with mock.patch.object(test_lookahead_loop, "Training", WithoutOverlap):
-                check()
+    with _allowed(only_over_copies), mock.patch.object(rank_status.RankSync, "say_begun", counted):
+        with mock.patch.object(test_lookahead_loop, "Training", WithoutOverlap):
+            check()
     assert begun
     return len(begun)
+
+
+@contextmanager
+def _allowed(only_over_copies: bool = False) -> Iterator[None]:
+    """With few ranks, and over whatever carries the rows."""
+    with mock.patch.object(rank_status, "RANKS_THAT_LISTEN_LATER", 2):
+        with mock.patch.object(begun_step, "only_over_copies", only_over_copies):
+            yield
 
 
 def _leave_alone() -> None:
@@ -68,15 +77,18 @@ def _steps_apart() -> None:
 
 def _loops() -> None:
     for loop in LOOPS:
-        with mock.patch.object(begun_step, "only_over_copies", False):
+        with _allowed():
             compare(loop, WithoutOverlap)
             compare(loop, WithAnyChoice)
 
 
 def _not_by_himself() -> None:
-    """Over the process group's own all-to-all."""
+    """Over the process group's own all-to-all, or with two ranks."""
     with mock.patch.object(rank_status.RankSync, "say_begun", side_effect=AssertionError):
-        compare(LOOPS[0], WithoutOverlap)
+        with _allowed(only_over_copies=True):
+            compare(LOOPS[0], WithoutOverlap)
+        with mock.patch.object(begun_step, "only_over_copies", False):
+            compare(LOOPS[0], WithoutOverlap)
 
 
 def _goes_on() -> None:
@@ -167,9 +179,8 @@ def _compile_in_parts(compile_: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _more_than_one_graph() -> None:
     """What else the call does is not known, and could need the others: it meets before it begins."""
-    with mock.patch.object(begun_step, "only_over_copies", False):
-        with mock.patch.object(rank_status.RankSync, "say_begun", side_effect=AssertionError):
-            compare(LOOPS[0], Broken)
+    with _allowed(), mock.patch.object(rank_status.RankSync, "say_begun", side_effect=AssertionError):
+        compare(LOOPS[0], Broken)
 
 
 # ---- a GPU -----------------------------------------------------------------------------------------------------------
@@ -192,16 +203,15 @@ class OnGpu(WithoutOverlap):
         super().evaluate({name: x.cuda() for name, x in batch.items()})
 
 
-def _on_a_gpu() -> int:
-    """The last rank leaves the batch that the others have begun; then all train."""
-    torch.cuda.set_device(0)
+def _last_rank_leaves(kind: type[Training]) -> int:
+    """The batch that the others have begun; then all train."""
     leaves, last = dist.get_rank() == dist.get_world_size() - 1, dist.get_world_size() - 1
-    plain = OnGpu(False)
+    plain = kind(False)
     for batch in data(4):
         plain.step(batch)
     expected_rows = plain.model.table.weight.clone()
 
-    def train(t: OnGpu, how: str) -> None:
+    def train(t: Training, how: str) -> None:
         for i, batch in enumerate(t.loader(data(8))):
             if i == 4 and leaves:
                 if how == "break":
@@ -218,7 +228,7 @@ def _on_a_gpu() -> int:
 
     def leave() -> None:
         for how in words:
-            t = OnGpu(True)
+            t = kind(True)
             if leaves and how == "break":
                 train(t, how)
             else:
@@ -227,14 +237,19 @@ def _on_a_gpu() -> int:
                     train(t, how)
             assert torch.equal(t.model.table.weight, expected_rows), how
             assert "freescale-lookahead" not in threads()
-        again, plain_again = OnGpu(True), OnGpu(False)
+        again, plain_again = kind(True), kind(False)
         for training in (again, plain_again):
             for batch in training.loader(data(20)):
                 training.step(batch)
         assert again.losses == plain_again.losses
         assert torch.equal(again.model.table.weight, plain_again.model.table.weight)
 
-    return _begins_early(leave, only_over_copies=True)
+    return _begins_early(leave, only_over_copies=kind is OnGpu)
+
+
+def _leaves_on_a_gpu() -> int:
+    torch.cuda.set_device(0)
+    return _last_rank_leaves(OnGpu)
 
 
 @pytest.mark.gpu
@@ -242,16 +257,17 @@ def _on_a_gpu() -> int:
 @pytest.mark.parametrize("world", (2, 3))
 def test_a_rank_leaves_what_others_have_begun_on_a_gpu(world):
     """The others' devices get their rows, and every rank its sentence."""
-    assert min(run_ranks(_on_a_gpu, world, timeout=150, group_timeout=60)) > 20
+    assert min(run_ranks(_leaves_on_a_gpu, world, timeout=150, group_timeout=60)) > 20
 
 
 def _dies_on_a_gpu() -> None:
     torch.cuda.set_device(0)
     t = OnGpu(True)
-    for i, batch in enumerate(t.loader(data(8))):
-        if i == 4 and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        t.step(batch)
+    with _allowed(only_over_copies=True):
+        for i, batch in enumerate(t.loader(data(8))):
+            if i == 4 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            t.step(batch)
 
 
 @pytest.mark.gpu
@@ -282,3 +298,8 @@ def test_steps_that_begin_early(name, checked):
 @pytest.mark.parametrize("check", MORE)
 def test_more_steps_that_begin_early(check):
     run_ranks(check, 2, timeout=300)
+
+
+@pytest.mark.thorough
+def test_one_of_four_ranks_leaves_what_the_others_have_begun():
+    assert min(run_ranks(_last_rank_leaves, 4, WithoutOverlap, timeout=300)) > 20
