@@ -27,6 +27,13 @@ def compiled_in_place(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def count_forward_hooks(module: torch.nn.Module) -> int:
+    """Of a compiled module, and of the one inside what torch.compile returned."""
+    inside = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
+    modules = (module,) if inside is module else (module, inside)
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
+
+
 class AroundCompiledCall:
     """Until `remove`, `before` and `after` run around every call of a module that was compiled in place, `after` also
     where the call fails.
@@ -168,6 +175,8 @@ def probe() -> None:
     compiled: Any = torch.compile(torch.nn.Identity(), backend="eager")
     assert backend_of(compiled) is not compiled.dynamo_ctx.callback and is_compiled(compiled)
     assert hasattr(torch.nn.Module, "_compiled_call_impl") and not is_compiled(torch.nn.Identity())
+    handles = [m.register_forward_hook(lambda *_: None) for m in (compiled, compiled._orig_mod)]
+    assert count_forward_hooks(compiled) == 2 and all(h.remove() is None for h in handles)
     assert is_compiled(torch.compile(probe, backend="eager"))
     assert not is_compiled(torch._dynamo.disable(probe))  # type: ignore[no-untyped-call]
     assert list(compiled.state_dict(prefix="x.")) == [] and hasattr(compiled, "_load_from_state_dict")

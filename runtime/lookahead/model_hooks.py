@@ -151,7 +151,12 @@ class ModelHooks:
         if (loop := self._stack.innermost) is not None:
             self._stack.listen()
             loop.end_forward()
-            loop.rows_of_begun.one_graph = self._graphs == [True]
+            loop.rows_of_begun.one_graph = self._graphs == [True] and self._is_nothing_else(module)
+
+    def _is_nothing_else(self, module: torch.nn.Module) -> bool:
+        """Its call is what is compiled: neither a model around several such modules, nor hooks of the user's."""
+        own_hooks = 0 if compiled_modules.compiled_in_place(module) else 2  # as _hook_calls does
+        return compiled_modules.is_compiled(module) and compiled_modules.count_forward_hooks(module) == own_hooks
 
     def before_lookup(self, *args: Any) -> None:
         """A table is used without the compiled model."""

@@ -183,6 +183,41 @@ def _more_than_one_graph() -> None:
         compare(LOOPS[0], Broken)
 
 
+class InParts(torch.nn.Module):
+    """Not compiled itself: what its forward does beside its compiled parts is not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import freescale
+
+        tables = [freescale.ShardedEmbedding(31, 4, name=name, lr=0.1) for name in ("item", "user")]
+        options = {"codegen": "eager"}
+        self.parts = torch.nn.ModuleList(torch.compile(t, backend="freescale", options=options) for t in tables)
+
+    def forward(self, batch: Any) -> Any:
+        dist.barrier()
+        return sum(part(batch[name]).sum() for part, name in zip(self.parts, ("item", "user"), strict=True))
+
+
+def _a_model_in_parts() -> None:
+    import freescale
+
+    model, ids = InParts(), torch.arange(5)
+    with _allowed(), mock.patch.object(rank_status.RankSync, "say_begun", side_effect=AssertionError):
+        for batch in freescale.LookaheadLoader([{"item": ids, "user": ids}] * 6, model, overlap=False):
+            model(batch).backward()
+
+
+def _hook_of_the_user() -> None:
+    """It may need the other ranks, too."""
+    t = WithoutOverlap(True)
+    handle = t.run.register_forward_hook(lambda *_: dist.barrier())
+    with _allowed(), mock.patch.object(rank_status.RankSync, "say_begun", side_effect=AssertionError):
+        for batch in t.loader(data(6)):
+            t.step(batch)
+    handle.remove()
+
+
 # ---- a GPU -----------------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +316,7 @@ def test_a_rank_that_dies_is_missed_by_those_who_have_begun_on_a_gpu():
 
 _QUICK = (_leave_alone, _goes_on, _one_rank_evaluates)
 CHECKS = {check.__name__.strip("_"): check for check in _QUICK}
-MORE = (_epochs, _fails_in_the_graph, _more_than_one_graph, _bad_input, _loader_failures, _uneven, _steps_apart, _not_by_himself, _loops, _two_tables)
+MORE = (_epochs, _fails_in_the_graph, _more_than_one_graph, _a_model_in_parts, _hook_of_the_user, _bad_input, _loader_failures, _uneven, _steps_apart, _not_by_himself, _loops, _two_tables)
 
 
 @pytest.fixture(scope="module")
