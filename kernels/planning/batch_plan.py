@@ -36,17 +36,13 @@ class ExchangeCounts(NamedTuple):
 NOBODY = -1  # in place of a count: no rank sends anything to any other
 
 
-def nobody_sends(counts: torch.Tensor) -> bool:
-    return counts.tolist()[:1] == [NOBODY]
-
-
 def unless_nobody_sends(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A launch that does nothing where its `send_counts` say NOBODY. What it returns is like its first argument."""
     place = list(inspect.signature(launch).parameters).index("send_counts")
 
     @functools.wraps(launch)
     def call(*args: Any) -> torch.Tensor:
-        if nobody_sends(args[place]):
+        if args[place].tolist()[:1] == [NOBODY]:
             return args[0].new_empty((0, *args[0].shape[1:]))
         return launch(*args)
 

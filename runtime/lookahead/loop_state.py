@@ -160,8 +160,8 @@ class LoopState:
 
     def _pending(self) -> Iterator[tuple[Exchange, StepPlan]]:
         for x, plan in zip(self.exchanges, self._previous, strict=True):
-            slot = None if plan is None or plan.last or not plan.backwards else plan.late_slot
-            if plan is not None and slot is not None and slot.grad is not None and plan.leaves_gradients:
+            slot = None if plan is None or plan.last or plan.next_apart or not plan.backwards else plan.late_slot
+            if plan is not None and slot is not None and slot.grad is not None:
                 yield x, plan
 
     def _incomplete(self) -> Iterator[tuple[Exchange, StepPlan]]:

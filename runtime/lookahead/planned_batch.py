@@ -44,15 +44,15 @@ class PlannedBatch:
         if self.next is not None:
             self.next._plan_rows(exchanges)
         self.gradients.upload()
+        self.next_apart = self.next is not None and self.next.apart
         for i, (plan, planned) in enumerate(zip(self.plans, self.gradients.exchanges, strict=True)):
             if self.whole:
                 arrays = self.gradients.arrays(planned.gradients.first(step_plan.ARRAYS_OF_ALL_GRADIENTS))
                 step_plan.plan_all_gradients(plan, arrays, planned.gradient_counts)
                 continue
             step_plan.plan_gradients(plan, self.gradients.arrays(planned.gradients), planned.gradient_counts)
-            plan.last = self.next is None
+            plan.last, plan.next_apart = self.next is None, self.next_apart
             plan.next = step_plan.plan_without_rows(plan) if self.next is None else self.next.plans[i]
-        self.next_apart = self.next is not None and self.next.apart
         # What follows is the loop's affair; without this, every batch would keep all later ones.
         self.next = self.gradients = None
 

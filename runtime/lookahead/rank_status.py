@@ -78,7 +78,7 @@ class RankSync:
             self._mesh = rank_mesh.open_mesh(self._group, rank_mesh.peers_to_compare(group.rank(), self._world))
         self.failure: str | None = None  # why the ranks cannot be compared any more
         self.begun: int | None = None  # the batch that some rank had begun when the ranks last compared
-        self._said: RankStatus | None = None  # not listened to the others since
+        self.has_to_listen = False  # since `say_begun`
 
     @property
     def can_listen_later(self) -> bool:
@@ -100,20 +100,16 @@ class RankSync:
         own = self._status(loop, Action.TRAIN, received)._replace(begun=1)
         with launch_record.record_host_wait(MEETING):
             self._board.post(own)
-        self._said = own
+        self.has_to_listen = True
 
     def listen(self, loop: LoopState) -> list[RankStatus]:
         """The second half of `synchronize`, after `say_begun`."""
-        assert self._board is not None and self._said is not None
-        self._said, board = None, self._board
-        statuses = self._compare(loop, partial(board.read, self._timeout.total_seconds()), later=True)
+        assert self._board is not None and self.has_to_listen
+        self.has_to_listen = False
+        statuses = self._compare(loop, partial(self._board.read, self._timeout.total_seconds()), later=True)
         may_go_on = self._may_go_on(loop, Action.TRAIN, statuses)
         assert may_go_on, "a rank wants gradients applied, and none are pending"
         return statuses
-
-    @property
-    def has_to_listen(self) -> bool:
-        return self._said is not None
 
     def _may_go_on(self, loop: LoopState, action: Action, statuses: list[RankStatus]) -> bool:
         """Raises where this rank may not do `action`; False where it is to ask again."""

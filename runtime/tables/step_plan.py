@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from freescale.compat import dynamo
-from freescale.kernels.planning.batch_plan import ExchangeCounts, nobody_sends
+from freescale.kernels.planning.batch_plan import ExchangeCounts
 
 
 class Counts(NamedTuple):
@@ -107,6 +107,7 @@ class StepPlan:
     settings: Any = None  # of the table in the backward pass whose late gradients are pending
     before: LateGradients | None = None
     next: StepPlan | None = None
+    next_apart: bool = False  # the next batch is kept apart: no rank has late gradients
     last: bool = False  # of the loop, on every rank: no gradients are late
     whole: bool = False  # nothing is early or late: the step is alone
     used: bool = False
@@ -115,11 +116,6 @@ class StepPlan:
     def __post_init__(self) -> None:
         for counts in (self.urgent.send_counts, self.urgent.recv_counts, *self.early_counts):
             dynamo.mark_static(counts)
-
-    @property
-    def leaves_gradients(self) -> bool:
-        """Some rank may have late ones. (None has where the next batch is kept apart.)"""
-        return self.late_counts is None or not nobody_sends(self.late_counts.send)
 
     def late_gradients(self) -> LateGradients:
         """What this step leaves for the next one: nothing unless it had a backward pass."""
