@@ -147,10 +147,12 @@ class NixlRelay(threading.Thread):
         try:
             self._relay()
         except BaseException as error:  # noqa: BLE001  (without this thread, streams would wait for ever)
-            self.broken = True
-            if not self._stopped.is_set():
-                text = next(iter(str(error).splitlines()), "")
-                self._on_failure(f"{type(error).__name__}: {text}")
+            try:
+                if not self._stopped.is_set():
+                    text = next(iter(str(error).splitlines()), "")
+                    self._on_failure(f"{type(error).__name__}: {text}")
+            finally:
+                self.broken = True  # behind the error: who sees that nothing is sent any more is to find it
 
     def _relay(self) -> None:
         pause = shortest = _POLL_SECONDS[0]

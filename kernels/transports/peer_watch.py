@@ -49,6 +49,9 @@ class WatchedTransport(Protocol):
 
     def missing_peers(self) -> set[int]: ...
 
+    def host_is_sending(self) -> bool:
+        """Whether it still has something to send that has left the device."""
+
     def describe_peers(self, peers: Iterable[int]) -> str: ...
 
     def fail(self, reason: str, culprits: set[int]) -> None: ...
@@ -56,31 +59,33 @@ class WatchedTransport(Protocol):
     def release_waits(self) -> None: ...
 
 
-
 def start_watching(transport: WatchedTransport, stop: threading.Event) -> None:
     arguments = (weakref.ref(transport), stop)
     threading.Thread(target=_watch, args=arguments, name=f"freescale-{transport.name}", daemon=True).start()
 
 
-def look_for_failure(transport: WatchedTransport) -> None:
-    """One look of the watching thread."""
+def look_for_failure(transport: WatchedTransport, waited: float = 0.0) -> None:
+    """One look of the watching thread; or of one that has `waited` so many seconds until nothing is in flight."""
     oldest = transport.in_flight.oldest()
-    if oldest is None:
+    if oldest is None and not transport.host_is_sending():
         return
     if transport.error is not None:
         transport.release_waits()
         return
     lost = transport.liveness.lost_peers() if transport.liveness is not None else {}
-    age = time.monotonic() - oldest.launched_at
+    age = time.monotonic() - oldest.launched_at if oldest is not None else waited
     if not lost and age < transport.timeout:
         return
     missing = transport.missing_peers()  # empty where the message waits for this rank's own computation
-    what = f"rank {transport.global_rank} cannot finish message {oldest.number} of priority {oldest.priority}"
+    what = f"rank {transport.global_rank} cannot finish "
+    what += f"message {oldest.number} of priority {oldest.priority}" if oldest is not None else "sending"
     if gone := {lost[p] for p in missing if p in lost}:
         transport.fail(f"{what}: {transport.describe_peers(gone)} gone", gone)
     elif missing and age >= transport.timeout:
-        # a peer that has launched the message may itself wait for one that has not
-        behind = transport.liveness.peers_behind(oldest.number + 1) if transport.liveness is not None else set()
+        behind = set()
+        if oldest is not None and transport.liveness is not None:
+            # a peer that has launched the message may itself wait for one that has not
+            behind = transport.liveness.peers_behind(oldest.number + 1)
         silent = behind & missing or missing
         transport.fail(f"{what}: {transport.describe_peers(silent)} silent for {age:.1f} s", silent)
 

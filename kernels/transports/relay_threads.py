@@ -21,10 +21,12 @@ def stop_relaying(
     threads: Sequence[Any], gloo_group: dist.ProcessGroup, wait_words: list[np.ndarray], stop: threading.Event,
     released: threading.Event | None = None,
 ) -> None:  # fmt: skip
-    """Let threads that are `busy` finish, unless what they carry was `released` because something failed; then stop
-    them, and wait until every rank is here."""
+    """Let threads that are `busy` finish, unless one of them has stopped them all, or what they carry was `released`
+    because something failed; then stop them, and wait until every rank is here."""
     end = time.monotonic() + _SECONDS
-    while any(t.busy for t in threads) and not (released and released.is_set()) and time.monotonic() < end:
+    while any(t.busy for t in threads) and not stop.is_set() and time.monotonic() < end:
+        if released is not None and released.is_set():
+            break
         time.sleep(0.001)
     stop.set()
     release_words(wait_words)

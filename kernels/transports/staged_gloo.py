@@ -133,13 +133,14 @@ class RelayThread(threading.Thread):
 
     def _give_up(self, peer: int | None, error: BaseException) -> None:
         """Because of a peer, or (None) of something that only this rank has to do with."""
-        self.broken = True
         if self.stopped.is_set():
+            self.broken = True
             return
         text = next(iter(str(error).splitlines()), "")
         try:
             self.on_failure(peer, text if peer is not None else f"{type(error).__name__}: {text}")
         finally:
+            self.broken = True  # behind the error: who sees that nothing is sent any more is to find it
             self.stopped.set()
             if peer is None:
                 distributed.hang_up(self.group)  # the peers' threads give up too
@@ -256,7 +257,7 @@ class GlooRelay(CopyTransport):
     def missing_peers(self) -> set[int]:
         return set().union(*(thread.awaited_peers for thread in self._threads))
 
-    def _host_is_sending(self) -> bool:
+    def host_is_sending(self) -> bool:
         return any(thread.busy for thread in self._threads)
 
     def release_waits(self) -> None:

@@ -387,6 +387,22 @@ def test_a_late_rank_is_named_after_the_time_out(kind, world):
             assert f"freescale: staged: rank {rank} cannot" in said and ": rank 1 is " in said, said
 
 
+def nobody_receives():
+    """Rank 0's rows have left its device, and rank 1 does not take them."""
+    transport = opened("gloo", "cpu", timeout=1.0)
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        raise RuntimeError("rank 1 was only late")
+    none, rows = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 400])
+    wait(transport.launch(torch.ones(400, 16), rows, none, 0, 1))
+    transport.drain()
+
+
+def test_rows_that_nobody_receives_are_still_in_flight():
+    said, _ = run_ranks(nobody_receives, 2, expect_errors=True)
+    assert "freescale: staged: rank 0 cannot finish sending: rank 1 is silent for 1.0 s" in said, said
+
+
 # ---- threads that meet something unexpected ----------------------------------------------------------------
 
 
@@ -396,6 +412,7 @@ def relay_thread_dies():
     if dist.get_rank() == 1:
 
         def post(number, piece):
+            time.sleep(0.3)  # until then this rank has received all that it waits for
             raise MemoryError("no room for a piece")
 
         transport._threads[2]._post = post  # of priority 1, outwards
