@@ -96,7 +96,7 @@ class CopyTransport(ABC):
     def _prepare(self, largest_bytes: int) -> None:  # noqa: B027  (most have nothing to do)
         """Before every message, with the most bytes that it has to or from a peer."""
 
-    def host_is_sending(self) -> bool:
+    def _host_is_sending(self) -> bool:
         """Whether the host still has something to send that has left the device."""
         return False
 
@@ -189,11 +189,13 @@ class CopyTransport(ABC):
     def drain(self) -> None:
         """Wait until nothing is in flight, neither here nor to a peer, as long as the group would; raise if a transfer
         has failed."""
-        end = time.monotonic() + self.timeout
-        while self.error is None and ((oldest := self.in_flight.oldest()) is not None or self.host_is_sending()):
-            if time.monotonic() > end:
-                peer_watch.look_for_failure(self, self.timeout)  # is a peer missing?
+        began = time.monotonic()
+        while self.error is None and ((oldest := self.in_flight.oldest()) is not None or self._host_is_sending()):
+            waited = time.monotonic() - began
+            if oldest is None or waited > self.timeout:
+                peer_watch.look_for_failure(self, waited)  # is a peer missing?
                 self.check()
+            if waited > self.timeout:
                 what = "its host to send what has left the device"
                 if oldest is not None:
                     what = f"its own device to finish message {oldest.number} of priority {oldest.priority}"
@@ -225,7 +227,7 @@ class CopyTransport(ABC):
         if not self._finalizer.alive:
             return
         end = time.monotonic() + grace_seconds
-        while self.error is None and (self.in_flight.oldest() or self.host_is_sending()) and time.monotonic() < end:
+        while self.error is None and (self.in_flight.oldest() or self._host_is_sending()) and time.monotonic() < end:
             time.sleep(0.001)
         self.fail("the transport was closed", set())
         end = time.monotonic() + grace_seconds

@@ -185,7 +185,7 @@ class NixlTransport(CopyTransport):
     def missing_peers(self) -> set[int]:
         return set().union(*(thread.awaited_peers() for thread in self._threads))
 
-    def host_is_sending(self) -> bool:
+    def _host_is_sending(self) -> bool:
         return any(thread.busy for thread in self._threads)
 
     def release_waits(self) -> None:

@@ -49,9 +49,6 @@ class WatchedTransport(Protocol):
 
     def missing_peers(self) -> set[int]: ...
 
-    def host_is_sending(self) -> bool:
-        """Whether it still has something to send that has left the device."""
-
     def describe_peers(self, peers: Iterable[int]) -> str: ...
 
     def fail(self, reason: str, culprits: set[int]) -> None: ...
@@ -65,9 +62,10 @@ def start_watching(transport: WatchedTransport, stop: threading.Event) -> None:
 
 
 def look_for_failure(transport: WatchedTransport, waited: float = 0.0) -> None:
-    """One look of the watching thread; or of one that has `waited` so many seconds until nothing is in flight."""
+    """One look of the watching thread; or of one that has `waited` so many seconds until nothing is in flight, not even
+    what the host sends when the device has finished."""
     oldest = transport.in_flight.oldest()
-    if oldest is None and not transport.host_is_sending():
+    if oldest is None and not waited:
         return
     if transport.error is not None:
         transport.release_waits()
