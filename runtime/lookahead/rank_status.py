@@ -185,9 +185,8 @@ class RankSync:
 
 def _all_fine(statuses: list[RankStatus]) -> bool:
     """All say the same, and nothing is wrong with it: so it nearly always is. (Some may have begun, and others not.)"""
-    first = statuses[0]
-    same = all(s[:-1] == first[:-1] for s in statuses)
-    return same and first.incomplete < 0 and not first.planning_failed
+    first, said = statuses[0], statuses[0][:-1]
+    return first.incomplete < 0 and not first.planning_failed and all(s[:-1] == said for s in statuses)
 
 
 def _raise_if_incomplete(loop: LoopState, statuses: list[RankStatus]) -> None:
