@@ -51,6 +51,7 @@ VARIANTS = {
         Variant("staged-ahead-tables", "staged", look_ahead=True, further_tables=2),
         Variant("staged-planned-tables", "staged", look_ahead=True, overlap=False, further_tables=2),
         Variant("staged-planned-waits", "staged", look_ahead=True, overlap=False, meets="waits"),
+        Variant("staged-chosen-waits", "staged", look_ahead=True, overlap=None, meets="waits"),
         Variant("c10d-planned-unmet", "c10d", look_ahead=True, overlap=False, meets="never"),
         Variant("staged-planned-unmet", "staged", look_ahead=True, overlap=False, meets="never"),
         Variant("staged-ahead-lossy", "staged", "all,compress_exchange", True, compress="rows:0.2,which=all"),
@@ -60,7 +61,7 @@ VARIANTS = {
 # differently, and then rounds elsewhere; without it, all graphs must agree.
 _OF_ONE_STEP = ("c10d", "staged")
 _PLANNED = ("c10d-planned", "staged-planned", "staged-planned-waits", "c10d-planned-unmet", "staged-planned-unmet")
-_AHEAD = ("c10d-ahead", "staged-ahead", "c10d-chosen", "staged-chosen")
+_AHEAD = ("c10d-ahead", "staged-ahead", "c10d-chosen", "staged-chosen", "staged-chosen-waits")
 SAME_BITS = {
     "inductor": (_OF_ONE_STEP, _AHEAD, _PLANNED),
     "eager": (("capture", *_OF_ONE_STEP, *_AHEAD, *_PLANNED),),
@@ -78,6 +79,7 @@ class Task:
     variants: list[str]
     codegen: str
     host_profile: str | None
+    host_phases: str | None
 
 
 class World:
