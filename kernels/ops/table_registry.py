@@ -7,7 +7,7 @@ of these, and they change without a recompilation; the op therefore carries a na
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
@@ -51,6 +51,7 @@ _times_registered: Counter[str] = Counter()  # per preferred name
 update_counts: Counter[str] = Counter()
 backward_update_counts: Counter[str] = Counter()  # of those, by backward passes themselves: the others are late
 last_step_settings: dict[str, Any] = {}  # of each table in its last update that was not a late one
+_after_backward: dict[str, list[Callable[[], None]]] = {}  # by table: who wants to know of such an update
 
 
 def register(table: RegisteredTable, preferred_name: str) -> str:
@@ -98,7 +99,25 @@ def table_for_update(name: str, late: bool) -> Iterator[ShardedTable]:
         finally:
             table.set_settings(current)
     update_counts[name] += 1
-    backward_update_counts[name] += not late
+    if not late:
+        backward_update_counts[name] += 1
+        for call in _after_backward.get(name, ()):
+            call()
+
+
+def call_after_backward(names: Sequence[str], call: Callable[[], None]) -> Callable[[], None]:
+    """Whenever a backward pass has updated one of the tables: in the thread of that pass, and near its end, as a lookup
+    is near the begin of a forward pass. Returns a function that ends it."""
+    for name in names:
+        _after_backward.setdefault(name, []).append(call)
+
+    def end() -> None:
+        for name in names:
+            _after_backward[name].remove(call)
+            if not _after_backward[name]:
+                del _after_backward[name]
+
+    return end
 
 
 def get_table(name: str) -> RegisteredTable:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from freescale import config
 from freescale.compat import compiled_modules, distributed
+from freescale.kernels.ops import table_registry
 from freescale.runtime.balance.sample_cost import FittedCost
 from freescale.runtime.lookahead.loop_coordinator import coordinator_of
 from freescale.runtime.lookahead.loop_state import LoopState
@@ -47,8 +48,8 @@ class LookaheadLoader:
     loader     any iterable of batches: tensors, KeyedJaggedTensors, or dicts, lists, tuples, dataclasses of them, of
                one structure. A feature that the model looks up is a key of a KeyedJaggedTensor, or the dict key or
                field name of an integer tensor. Batches are handed out in order, on the model's device; they are loaded
-               up to two steps ahead, so the loader must not write into a batch that it has given away. One with a state
-               (`state_dict`, `load_state_dict`) is asked for it at every batch: see `state_dict` below
+               up to two steps ahead of the next one, so the loader must not write into a batch that it has given away.
+               One with a state (`state_dict`, `load_state_dict`) is asked for it at every batch: see `state_dict` below
     model      compiled: by model.compile(backend="freescale"), by torch.compile (what it returned), or in parts: not
                compiled itself, with compiled modules in it, as DistributedModelParallel around a compiled model. What
                a step calls is the compiled part, through the model or not; if there are several, it is the model
@@ -206,6 +207,7 @@ class LookaheadLoader:
         def close() -> None:
             self._coordinator.close_loop(loop, defer_errors)
 
+        stop_listening: Callable[[], None] | None = None  # to backward passes
         # At exit, a loop that is still open somewhere is closed while threads can still run.
         atexit.register(close)
         try:
@@ -214,7 +216,10 @@ class LookaheadLoader:
             settings = self.strict, self._settings.timeout, balancer, self.overlap is not False, self._choice
             planner = Planner(self.loader, self.exchanges, connection, *settings)
             loop.stop_planning, loop.peek_batch = planner.stop, planner.peek
+            loop.batches_ordered = lambda: planner.ordered
             loop.planning_failed, loop.why_planning_failed = lambda: planner.failed, planner.why_failed
+            names = [x.name for x in self.exchanges]
+            stop_listening = table_registry.call_after_backward(names, planner.table_updated)
             while True:
                 finished = METER.mark(device=self.exchanges[0].anchor.device if self.exchanges else None)
                 planned = None
@@ -237,6 +242,8 @@ class LookaheadLoader:
         finally:
             self._looping = False
             METER.pause()
+            if stop_listening is not None:
+                stop_listening()
             atexit.unregister(close)
             close()
 

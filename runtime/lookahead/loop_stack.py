@@ -109,20 +109,23 @@ class LoopStack:
         loop = self.loops[-1]
         return self._compare(action, lambda: self._sync.synchronize(loop, action, received))
 
+    @property
+    def can_listen_later(self) -> bool:
+        """Whether a step may begin before this rank has heard of the others, if all else allows it."""
+        return self._sync.can_listen_later
+
     def say_begun(self, received: int) -> bool:
         """If the innermost loop's step may begin before this rank has heard of the others (begun_step.py), tell them:
         then `listen` is called later."""
         loop = self.loops[-1]
-        begins = (
-            self._sync.can_listen_later
-            and loop.rows_of_begun.may_begin(loop.current)
-            and received in (loop.batch_number, UNKNOWN_BATCH)
-            and max(loop.pending, loop.incomplete) < 0
-            and not loop.planning_failed()
-        )
-        if begins:
-            self._sync.say_begun(loop, received)
-        return begins
+        may_begin = self.can_listen_later and loop.rows_of_begun.may_begin(loop.current)
+        if not may_begin or received not in (loop.batch_number, UNKNOWN_BATCH):
+            return False
+        own = self._sync.status(loop, Action.TRAIN, received)
+        if max(own.pending, own.incomplete) >= 0 or own.planning_failed:
+            return False
+        self._sync.say_begun(own)
+        return True
 
     def listen(self) -> None:
         """The rest of a meeting that began with `say_begun`, if there is one. Where the step is not that of all ranks

@@ -45,7 +45,8 @@ class LoopState:
         self.why_planning_failed: Callable[[], str] = lambda: ""
         self.peek_batch: Callable[[], PlannedBatch | None] = lambda: None  # the one that will be handed out next
         self.planning_group_failed = False  # on some rank, and every rank knows
-        # How many batches fewer than the furthest rank this one had taken when the ranks last compared.
+        self.batches_ordered: Callable[[], int] = lambda: 0  # of the planning thread
+        # How many fewer than the furthest rank this one had ordered when the ranks last compared.
         self.batches_behind = 0
         # Per exchange the last step that ran: its late gradients are pending until the next step has taken them.
         self._previous: list[StepPlan | None] = [None] * len(exchanges)

@@ -151,7 +151,8 @@ class ModelHooks:
         if (loop := self._stack.innermost) is not None:
             self._stack.listen()
             loop.end_forward()
-            loop.rows_of_begun.one_graph = self._graphs == [True] and self._is_nothing_else(module)
+            if self._stack.can_listen_later:
+                loop.rows_of_begun.one_graph = self._graphs == [True] and self._is_nothing_else(module)
 
     def _is_nothing_else(self, module: torch.nn.Module) -> bool:
         """Its call is what is compiled: neither a model around several such modules, nor hooks of the user's."""

@@ -71,9 +71,11 @@ class Planner:
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # load one more batch, or stop
         self._ready: queue.SimpleQueue[PlannedBatch | BaseException | None] = queue.SimpleQueue()
         self._peeked: PlannedBatch | None = None
+        self._tables, self._updated = len(exchanges), 0  # updated since the last batch was taken
         # A batch is ready when the one after it is known: two for the first, one more for each that is taken.
-        self._orders.put(True)
-        self._orders.put(True)
+        self.ordered = 0  # batches
+        self._order()
+        self._order()
         self._thread = threading.Thread(target=self._run, name="freescale-lookahead", daemon=True)
         _threads[group.group_name] = self._thread
         self._thread.start()
@@ -121,6 +123,19 @@ class Planner:
     def plan_another(self) -> None:
         """A batch was taken. Called when the thread that took it has nothing to do with it any more: until then, they
         would compete for Python's lock."""
+        if self._updated < self._tables:  # else table_updated has done so
+            self._order()
+        self._updated = 0
+
+    def table_updated(self) -> None:
+        """The backward pass of the step has updated a table. After the last one there is no better time to plan another
+        batch: until the next one is taken, torch computes more in C++, and needs Python's lock less, than ever."""
+        self._updated += 1
+        if self._updated == self._tables:
+            self._order()
+
+    def _order(self) -> None:
+        self.ordered += 1
         self._orders.put(True)
 
     def _check_thread(self) -> None:
@@ -139,10 +154,10 @@ class Planner:
         return _first_posted(self.group, "a rank failed while it planned")
 
     def stop(self, more: int, together: bool) -> None:
-        """End the thread. `more`: batches that other ranks have taken beyond this one's."""
+        """End the thread. `more`: batches that other ranks have ordered beyond this one's."""
         self._abandoned = not together  # do not wait for others that may not come
         for _ in range(more):
-            self._orders.put(True)
+            self._order()
         self._orders.put(False)
         limit = self.timeout if together else 1.0
         self._thread.join(limit)

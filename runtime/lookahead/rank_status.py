@@ -26,9 +26,6 @@ from freescale.runtime.meter import MEETING
 
 log = logging.getLogger(__name__)
 
-# Of so many ranks, one that begins a step before it has heard of the others gains something: docs/gpu-steps.md.
-RANKS_THAT_LISTEN_LATER = 4
-
 
 class Action(IntEnum):
     """What a rank is about to do."""
@@ -58,6 +55,7 @@ class RankStatus(NamedTuple):
     incomplete: int  # the step whose backward pass has lost gradients, -1 if none has
     received: int  # the batch that reached the model: its number, UNKNOWN_BATCH or FOREIGN_BATCH
     planning_failed: int  # has planning failed on this rank, and its group with it?
+    ordered: int  # batches that its planning thread was told to plan
     begun: int = 0  # is it exchanging the rows of that batch already, and listens later?
 
 
@@ -82,24 +80,23 @@ class RankSync:
 
     @property
     def can_listen_later(self) -> bool:
-        return self._board is not None and self._world >= RANKS_THAT_LISTEN_LATER
+        return self._board is not None
 
     def synchronize(self, loop: LoopState, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
         """Return where this rank may do `action`; raise where it may not. Pending gradients are applied if some rank
         needs that. Every rank calls this at the same place, with its innermost loop."""
         while True:
-            statuses = self._compare(loop, partial(self._gather, self._status(loop, action, received)))
+            statuses = self._compare(loop, partial(self._gather, self.status(loop, action, received)))
             if self._may_go_on(loop, action, statuses):
                 return statuses
             # Another rank wanted the flush alone (state_dict on one rank); it is done, now this rank's own action.
 
-    def say_begun(self, loop: LoopState, received: int) -> None:
+    def say_begun(self, own: RankStatus) -> None:
         """This rank begins a training step now and listens later, before anything that could not be taken back. Only
         where nothing is pending, so that no other rank can want it applied."""
         assert self._board is not None
-        own = self._status(loop, Action.TRAIN, received)._replace(begun=1)
         with launch_record.record_host_wait(MEETING):
-            self._board.post(own)
+            self._board.post(own._replace(begun=1))
         self.has_to_listen = True
 
     def listen(self, loop: LoopState) -> list[RankStatus]:
@@ -119,7 +116,7 @@ class RankSync:
         actions = {s.action for s in statuses}
         same_place = len({(s.loop, s.pending) for s in statuses}) == 1
         planning_failed = any(s.planning_failed for s in statuses)
-        loop.batches_behind = max(s.batch for s in statuses) - loop.batch_number
+        loop.batches_behind = max(s.ordered for s in statuses) - loop.batches_ordered()
         loop.planning_group_failed |= planning_failed
         if Action.CLOSE in actions:
             loop.closed = True
@@ -137,7 +134,8 @@ class RankSync:
             raise RuntimeError(f"freescale: {describe_difference(statuses)}")
         return action == Action.FLUSH or Action.FLUSH not in actions
 
-    def _status(self, loop: LoopState, action: Action, received: int) -> RankStatus:
+    def status(self, loop: LoopState, action: Action, received: int) -> RankStatus:
+        """Where this rank is. Raises if its loop has ended or failed."""
         self.begun = None
         if loop.closed:
             raise RuntimeError("freescale: this LookaheadLoader's loop has ended: the ranks were not at the same place")
@@ -154,6 +152,7 @@ class RankSync:
             incomplete=loop.incomplete,
             received=received,
             planning_failed=loop.planning_failed(),
+            ordered=loop.batches_ordered(),
         )
 
     def _compare(
@@ -163,12 +162,15 @@ class RankSync:
         self.begun = None
         try:
             with launch_record.record_host_wait(MEETING, device_waits=not later):
-                statuses = [RankStatus(*s) for s in gather()]
+                said = gather()
         except Exception as error:
             limit = self._timeout.total_seconds()
             self.failure = f"the other ranks did not come to the same place within {limit:g} s, or are gone: {error}"
             loop.fail(self.failure)
             raise RuntimeError(f"freescale: {self.failure}") from error
+        # Nearly always all say the same: then it is one and the same object for all of them, however many they are.
+        first = RankStatus(*said[0])
+        statuses = [first if s is said[0] or s == said[0] else RankStatus(*s) for s in said]
         self.begun = next((s.batch for s in statuses if s.begun), None)
         return statuses
 
@@ -186,7 +188,8 @@ class RankSync:
 def _all_fine(statuses: list[RankStatus]) -> bool:
     """All say the same, and nothing is wrong with it: so it nearly always is. (Some may have begun, and others not.)"""
     first, said = statuses[0], statuses[0][:-1]
-    return first.incomplete < 0 and not first.planning_failed and all(s[:-1] == said for s in statuses)
+    all_same = all(s is first or s[:-1] == said for s in statuses)
+    return all_same and first.incomplete < 0 and not first.planning_failed
 
 
 def _raise_if_incomplete(loop: LoopState, statuses: list[RankStatus]) -> None:
@@ -205,8 +208,9 @@ def _raise_if_incomplete(loop: LoopState, statuses: list[RankStatus]) -> None:
 
 def require_expected_batch(statuses: list[RankStatus]) -> None:
     """Every rank is about to train on the batch that its loader handed out last, which is the same for all."""
+    first = statuses[0]
     for rank, s in enumerate(statuses):
-        if s.batch >= 0 and not s.used and s.received in (s.batch, UNKNOWN_BATCH):
+        if (rank and s is first) or (s.batch >= 0 and not s.used and s.received in (s.batch, UNKNOWN_BATCH)):
             continue
         if s.batch < 0 or s.used:
             expected = f"batch {s.batch + 1}, which has not been taken from the loader yet"
@@ -220,7 +224,7 @@ def require_expected_batch(statuses: list[RankStatus]) -> None:
             f"freescale: rank {rank}: the model expected {expected}; what came is {received}. Pass each batch of a "
             "LookaheadLoader to the model once, in order; evaluate other batches under torch.no_grad()"
         )
-    if len({s.batch for s in statuses}) > 1:
+    if any(s is not first and s.batch != first.batch for s in statuses):
         raise RuntimeError(f"freescale: {describe_difference(statuses)}")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -31,9 +29,9 @@ def _begins_early(check: Any, only_over_copies: bool = False) -> int:
     begun: list[int] = []
     say = rank_status.RankSync.say_begun
 
-    def counted(self: Any, loop: Any, received: int) -> None:
-        begun.append(loop.batch_number)
-        say(self, loop, received)
+    def counted(self: Any, own: Any) -> None:
+        begun.append(own.batch)
+        say(self, own)
 
     with _allowed(only_over_copies), mock.patch.object(rank_status.RankSync, "say_begun", counted):
         with mock.patch.object(test_lookahead_loop, "Training", WithoutOverlap):
@@ -42,12 +40,9 @@ def _begins_early(check: Any, only_over_copies: bool = False) -> int:
     return len(begun)
 
 
-@contextmanager
-def _allowed(only_over_copies: bool = False) -> Iterator[None]:
-    """With few ranks, and over whatever carries the rows."""
-    with mock.patch.object(rank_status, "RANKS_THAT_LISTEN_LATER", 2):
-        with mock.patch.object(begun_step, "only_over_copies", only_over_copies):
-            yield
+def _allowed(only_over_copies: bool = False) -> Any:
+    """Over whatever carries the rows."""
+    return mock.patch.object(begun_step, "only_over_copies", only_over_copies)
 
 
 def _leave_alone() -> None:
@@ -83,11 +78,15 @@ def _loops() -> None:
 
 
 def _not_by_himself() -> None:
-    """Over the process group's own all-to-all, or with two ranks."""
+    """Over the process group's own all-to-all."""
     with mock.patch.object(rank_status.RankSync, "say_begun", side_effect=AssertionError):
-        with _allowed(only_over_copies=True):
-            compare(LOOPS[0], WithoutOverlap)
-        with mock.patch.object(begun_step, "only_over_copies", False):
+        compare(LOOPS[0], WithoutOverlap)
+
+
+def _without_shared_memory() -> None:
+    """Nobody could read later what a rank has posted."""
+    with _allowed(), mock.patch.object(rank_status, "open_board", return_value=None):
+        with mock.patch.object(rank_status.RankSync, "say_begun", side_effect=AssertionError):
             compare(LOOPS[0], WithoutOverlap)
 
 
@@ -298,11 +297,10 @@ def test_a_rank_leaves_what_others_have_begun_on_a_gpu(world):
 def _dies_on_a_gpu() -> None:
     torch.cuda.set_device(0)
     t = OnGpu(True)
-    with _allowed(only_over_copies=True):
-        for i, batch in enumerate(t.loader(data(8))):
-            if i == 4 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            t.step(batch)
+    for i, batch in enumerate(t.loader(data(8))):
+        if i == 4 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        t.step(batch)
 
 
 @pytest.mark.gpu
@@ -316,7 +314,10 @@ def test_a_rank_that_dies_is_missed_by_those_who_have_begun_on_a_gpu():
 
 _QUICK = (_leave_alone, _goes_on, _one_rank_evaluates)
 CHECKS = {check.__name__.strip("_"): check for check in _QUICK}
-MORE = (_epochs, _fails_in_the_graph, _more_than_one_graph, _a_model_in_parts, _hook_of_the_user, _bad_input, _loader_failures, _uneven, _steps_apart, _not_by_himself, _loops, _two_tables)
+MORE = (
+    _epochs, _fails_in_the_graph, _more_than_one_graph, _a_model_in_parts, _hook_of_the_user, _bad_input,
+    _loader_failures, _uneven, _steps_apart, _not_by_himself, _without_shared_memory, _loops, _two_tables,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

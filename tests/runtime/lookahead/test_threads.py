@@ -257,3 +257,44 @@ def test_a_loader_runs_on_the_device_of_the_loop():
     (seen,) = run_ranks(_device_of_the_thread, 1)
     loads = ("loads in", "freescale-lookahead")
     assert seen == [loads, ("freescale-lookahead", 3), loads]
+
+
+# ---- when a batch is planned -----------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A loader that says how many batches it has been asked for."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.times = batches, 0
+
+    def __iter__(self) -> Any:
+        for batch in self.batches:
+            self.times += 1
+            yield batch
+
+    def wait_for(self, times: int) -> None:
+        end = time.monotonic() + 20
+        while self.times < times and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(0.05)  # nor is it asked for more
+        assert self.times == times
+
+
+def _when_batches_are_asked_for() -> None:
+    """When the backward pass has updated the tables: planning would compete with the begin of the next step. Where none
+    comes, when the next batch is taken."""
+    for overlap in (False, True):
+        t, loader = Training(True), Asked(data(9))
+        for i, batch in enumerate(t.loader(loader, overlap=overlap)):
+            loader.wait_for(min(i + 3, 9))  # two for the first, one more for each
+            loss = t.run(batch)
+            loader.wait_for(min(i + 3, 9))
+            if i != 4:
+                loss.backward()
+                loader.wait_for(min(i + 4, 9))
+        assert threads() == []
+
+
+def test_a_batch_is_planned_behind_the_backward_pass():
+    run_ranks(_when_batches_are_asked_for, 2, timeout=120)
