@@ -49,7 +49,7 @@ typedef struct {
     const row_owners *owners;
     workspace *workspace;
     requests of[2]; /* the batch that is planned and the one before it, in turn */
-    buffer order, ends, inverse, own_rows, keys; /* of the batch that is planned */
+    buffer ends, own_rows; /* of the batch that is planned */
     buffer message, told, message_counts, told_counts, places;
 } exchange;
 
@@ -72,8 +72,7 @@ static void free_requests(requests *r) {
 void fs_free_batch_plan(batch_plan *p) {
     for (i64 e = 0; p->each && e < p->exchanges; e++) {
         exchange *x = p->each + e;
-        buffer *all[] = {&x->order,   &x->ends, &x->inverse,        &x->own_rows,    &x->keys,
-                         &x->message, &x->told, &x->message_counts, &x->told_counts, &x->places};
+        buffer *all[] = {&x->ends, &x->own_rows, &x->message, &x->told, &x->message_counts, &x->told_counts, &x->places};
         for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) free(all[i]->memory);
         free_requests(x->of);
         free_requests(x->of + 1);
@@ -124,15 +123,12 @@ static feature_ids ids_of(const batch_plan *p, const feature_ids *all, i64 e) {
     return (feature_ids){all->ids + first, all->lengths + first, all->is_int64 + first};
 }
 
-/* Group an exchange's ids. Returns as fs_request. */
+/* Group an exchange's ids. Returns as request_keys. */
 static i64 request_rows(exchange *x, requests *r, const feature_ids *ids, i64 *invalid) {
     r->n = total(ids->lengths, x->owners->features);
-    size_t size = r->n * sizeof(i64);
-    buffer *all[] = {&x->order, &x->ends, &x->inverse, &x->keys, &x->own_rows};
-    for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++)
-        if (!room(all[i], size)) return NO_MEMORY;
-    return fs_request(x->workspace, ids, x->owners, x->order.memory, x->ends.memory, x->inverse.memory, x->keys.memory,
-                      x->own_rows.memory, r->recv_counts.memory, invalid);
+    i64 *ends = room(&x->ends, r->n * sizeof(i64)), *rows = room(&x->own_rows, r->n * sizeof(i64));
+    if (!ends || !rows) return NO_MEMORY;
+    return request_keys(x->workspace, ids, x->owners, ends, 0, rows, r->recv_counts.memory, invalid);
 }
 
 /* Whose gradients are planned with the rows of the batch that is planned; 0: nobody's. */
@@ -295,36 +291,36 @@ static i64 count_marked(const uint8_t *mask, i64 n) {
 }
 
 /* Split values by a mask, in their order, and count both kinds in consecutive parts of `counts` values. Without
- * `values`: their indices. */
+ * `values`: their indices. No branch depends on the mask: nobody could foretell it. */
 static void split(const uint8_t *mask, const i64 *values, const i64 *counts, i64 parts, i64 *chosen, i64 *others,
                   i64 *chosen_counts, i64 *other_counts) {
     for (i64 part = 0, i = 0; part < parts; part++) {
         i64 *chosen_before = chosen, *others_before = others;
         for (i64 end = i + counts[part]; i < end; i++) {
-            i64 value = values ? values[i] : i;
-            if (mask[i])
-                *chosen++ = value;
-            else
-                *others++ = value;
+            uintptr_t differs = ((uintptr_t)chosen ^ (uintptr_t)others) & -(uintptr_t)mask[i];
+            *(i64 *)((uintptr_t)others ^ differs) = values ? values[i] : i;
+            chosen += mask[i];
+            others += 1 - mask[i];
         }
         chosen_counts[part] = chosen - chosen_before;
         other_counts[part] = others - others_before;
     }
 }
 
-/* For each position its place in (early keys, urgent keys). */
-static i64 merge_inverse(exchange *x, const requests *r, i64 n_early, i64 *merged, i64 *urgent_entries) {
+/* The place of each key in (early keys, urgent keys). */
+static i64 *merged_places(exchange *x, const requests *r, i64 n_early, i64 *urgent_entries) {
     const uint8_t *urgent = r->key_mask.memory;
-    const i64 *inverse = x->inverse.memory, *ends = x->ends.memory;
-    i64 *place = room(&x->places, r->n_keys * sizeof(i64)), next_early = 0, next_urgent = n_early;
-    if (!place) return NO_MEMORY;
-    *urgent_entries = 0;
-    for (i64 key = 0; key < r->n_keys; key++) {
-        place[key] = urgent[key] ? next_urgent++ : next_early++;
-        if (urgent[key]) *urgent_entries += ends[key] - (key ? ends[key - 1] : 0);
+    const i64 *ends = x->ends.memory;
+    i64 *places = room(&x->places, r->n_keys * sizeof(i64)), early_before = 0, entries = 0, end_before = 0;
+    for (i64 key = 0; places && key < r->n_keys; key++) {
+        i64 all_if_urgent = -(i64)urgent[key]; /* bits; no branch, as above */
+        places[key] = early_before + (all_if_urgent & (n_early + key - 2 * early_before));
+        early_before += 1 + all_if_urgent;
+        entries += all_if_urgent & (ends[key] - end_before);
+        end_before = ends[key];
     }
-    for (i64 i = 0; i < r->n; i++) merged[i] = place[inverse[i]];
-    return 0;
+    *urgent_entries = entries;
+    return places;
 }
 
 static i64 plan_rows(const batch_plan *p, i64 e, const feature_ids *all, writer *w, plan_result *result) {
@@ -340,8 +336,10 @@ static i64 plan_rows(const batch_plan *p, i64 e, const feature_ids *all, writer 
             for (i64 i = 0; i < ids.lengths[f]; i++) copy[i] = ((const int32_t *)ids.ids[f])[i];
     }
     i64 n_early = r->n_keys - count_marked(r->key_mask.memory, r->n_keys);
-    if (merge_inverse(x, r, n_early, place_array(w, layout + INVERSE, r->n), &result->urgent_entries)) return NO_MEMORY;
-    memcpy(place_array(w, layout + ORDER, r->n), x->order.memory, r->n * sizeof(i64));
+    const i64 *places = merged_places(x, r, n_early, &result->urgent_entries);
+    if (!places) return NO_MEMORY;
+    i64 *inverse = place_array(w, layout + INVERSE, r->n), *order = place_array(w, layout + ORDER, r->n);
+    place_positions(x->workspace, x->owners, places, order, inverse);
     memcpy(place_array(w, layout + ENDS, r->n_keys), x->ends.memory, r->n_keys * sizeof(i64));
     i64 n_urgent = count_marked(r->row_mask.memory, r->n_rows);
     i64 *early = place_array(w, layout + EARLY_ROWS, r->n_rows - n_urgent);

@@ -5,23 +5,21 @@
 
 #include "planning.h"
 
-#define DIGIT_BITS 11
-#define MAX_PASSES 6 /* of 11 bits: 64 and more */
+#define DIGIT_BITS 11      /* of a value, by which items are sorted at once; also, at most, of the number of parts */
+#define ITEMS_OF_PART 4096 /* about: both copies stay in the cache of a core while they are sorted */
 
 /* What functions need besides. One thread at a time uses it. */
 struct workspace {
-    buffer items, more_items, values, ends, counts, table;
-    /* what grouping has left: n items sorted by value, in one of the two; in `values` and `ends` the distinct ones */
-    void *sorted;
-    i64 n, distinct;
+    buffer items, more_items, values, ends, counts, begins, table;
+    void *sorted; /* what grouping has left: items sorted by value, in one of the two */
     int is_narrow;
 };
 
 workspace *fs_new_workspace(void) { return calloc(1, sizeof(workspace)); }
 
 void fs_free_workspace(workspace *w) {
-    buffer *all[] = {&w->items, &w->more_items, &w->values, &w->ends, &w->counts, &w->table};
-    for (int i = 0; i < 6; i++) free(all[i]->memory);
+    buffer *all[] = {&w->items, &w->more_items, &w->values, &w->ends, &w->counts, &w->begins, &w->table};
+    for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) free(all[i]->memory);
     free(w);
 }
 
@@ -33,8 +31,10 @@ typedef struct {
 
 #define NARROW_VALUE(x) ((x) >> 32)
 #define NARROW_POSITION(x) ((x) & 0xFFFFFFFFu)
+#define NARROW_ITEM(value, position) ((value) << 32 | (position))
 #define WIDE_VALUE(x) ((x).value)
 #define WIDE_POSITION(x) ((x).position)
+#define WIDE_ITEM(value, position) ((wide){value, position})
 
 static int bits_of(u64 largest) {
     int bits = 0;
@@ -42,68 +42,144 @@ static int bits_of(u64 largest) {
     return bits;
 }
 
-/* Sort n items of `a` by value, equal ones in their order; `b` is as large. Returns the one of the two that holds the
- * result. Digits from the lowest to the highest, as few as `largest` needs, of equal width. */
-#define DEFINE_SORT(NAME, ITEM, VALUE)                                                                  \
-    static ITEM *NAME(ITEM *a, ITEM *b, i64 n, u64 largest, i64 *counts) {                              \
-        int bits = bits_of(largest), passes = (bits + DIGIT_BITS - 1) / DIGIT_BITS;                     \
-        if (passes == 0) return a;                                                                      \
-        int width = (bits + passes - 1) / passes;                                                       \
-        u64 mask = ((u64)1 << width) - 1;                                                               \
-        memset(counts, 0, sizeof(i64) * passes << DIGIT_BITS);                                          \
-        for (i64 i = 0; i < n; i++)                                                                     \
-            for (int p = 0; p < passes; p++)                                                            \
-                counts[((i64)p << DIGIT_BITS) + (VALUE(a[i]) >> (p * width) & mask)]++;                 \
-        for (int p = 0; p < passes; p++) {                                                              \
-            i64 *count = counts + ((i64)p << DIGIT_BITS), begin = 0;                                    \
-            for (u64 digit = 0; digit <= mask; digit++) {                                               \
-                i64 size = count[digit];                                                                \
-                count[digit] = begin;                                                                   \
-                begin += size;                                                                          \
-            }                                                                                           \
-            for (i64 i = 0; i < n; i++) b[count[VALUE(a[i]) >> (p * width) & mask]++] = a[i];           \
-            ITEM *swap = a;                                                                             \
-            a = b;                                                                                      \
-            b = swap;                                                                                   \
-        }                                                                                               \
-        return a;                                                                                       \
+/* From how many there are of each to where they begin. */
+static void begins_of(i64 *counts, i64 n) {
+    for (i64 i = 0, begin = 0; i < n; i++) {
+        i64 size = counts[i];
+        counts[i] = begin;
+        begin += size;
     }
-DEFINE_SORT(sort_narrow, narrow, NARROW_VALUE)
-DEFINE_SORT(sort_wide, wide, WIDE_VALUE)
-
-/* Find the distinct values of the sorted items. */
-#define DEFINE_GROUP(NAME, ITEM, VALUE)                                          \
-    static i64 NAME(const ITEM *sorted, i64 n, i64 *values, i64 *ends) {         \
-        i64 distinct = 0;                                                        \
-        for (i64 i = 0; i < n; i++) {                                            \
-            values[distinct] = (i64)VALUE(sorted[i]);                            \
-            ends[distinct] = i + 1;                                              \
-            distinct += i + 1 == n || VALUE(sorted[i + 1]) != VALUE(sorted[i]);  \
-        }                                                                        \
-        return distinct;                                                         \
-    }
-DEFINE_GROUP(group_narrow, narrow, NARROW_VALUE)
-DEFINE_GROUP(group_wide, wide, WIDE_VALUE)
-
-/* Room for n items with values up to `largest`; NULL without memory. */
-static void *begin_group(workspace *w, i64 n, u64 largest) {
-    w->n = n;
-    w->is_narrow = largest < (u64)1 << 32 && (u64)n < (u64)1 << 32;
-    size_t size = n * (w->is_narrow ? sizeof(narrow) : sizeof(wide));
-    int ok = room(&w->more_items, size) && room(&w->values, n * sizeof(i64)) && room(&w->ends, n * sizeof(i64)) &&
-             room(&w->counts, sizeof(i64) * MAX_PASSES << DIGIT_BITS);
-    return ok ? room(&w->items, size) : NULL;
 }
 
-static i64 end_group(workspace *w, u64 largest) {
-    void *a = w->items.memory, *b = w->more_items.memory;
-    i64 *values = w->values.memory, *ends = w->ends.memory, *counts = w->counts.memory;
-    if (w->is_narrow) {
-        w->sorted = sort_narrow(a, b, w->n, largest, counts);
-        return w->distinct = group_narrow(w->sorted, w->n, values, ends);
+/* Ids of some features, of which number `first_rows` is the first, as values of `bits` bits. */
+typedef struct {
+    const feature_ids *all;
+    i64 features, n;
+    const i64 *first_rows, *table_sizes;
+    int bits, part_bits; /* of a value; the lowest of them, in which values of one part differ */
+} values_of_ids;
+
+/* Do something with each id of a feature. (Nothing of `v` is read again meanwhile: for all that the compiler knows, it
+ * could have been written to.) */
+#define FOR_EACH_ID(v, f, id, ...)                                                        \
+    do {                                                                                  \
+        i64 length = (v)->all->lengths[f];                                                \
+        const void *ids = (v)->all->ids[f];                                               \
+        if ((v)->all->is_int64[f])                                                        \
+            for (i64 i = 0; i < length; i++) {                                            \
+                i64 id = ((const i64 *)ids)[i];                                           \
+                __VA_ARGS__                                                               \
+            }                                                                             \
+        else                                                                              \
+            for (i64 i = 0; i < length; i++) {                                            \
+                i64 id = ((const int32_t *)ids)[i];                                       \
+                __VA_ARGS__                                                               \
+            }                                                                             \
+    } while (0)
+
+/* How many values are in each part. Returns 0; or INVALID_ID, with the first (feature, id) that its table does not have. */
+static i64 count_parts(const values_of_ids *v, i64 *restrict counts, i64 *invalid) {
+    int part_bits = v->part_bits;
+    for (i64 f = 0; f < v->features; f++) {
+        u64 size = (u64)v->table_sizes[f];
+        i64 first_row = v->first_rows[f];
+        FOR_EACH_ID(v, f, id, {
+            if ((u64)id >= size) {
+                invalid[0] = f;
+                invalid[1] = id;
+                return INVALID_ID;
+            }
+            counts[(u64)(id + first_row) >> part_bits]++;
+        });
     }
-    w->sorted = sort_wide(a, b, w->n, largest, counts);
-    return w->distinct = group_wide(w->sorted, w->n, values, ends);
+    return 0;
+}
+
+/* part_*: items of all values, part after part, each in the order of positions.
+ * sort_*: n items of `a` by the lowest `bits` of their values, equal ones in their order; `b` is as large, and holds the
+ * result if the number of `passes` is odd. Digits from the lowest to the highest, of equal width.
+ * group_*: find the distinct values of items that are sorted, from `begin` to `end`. */
+#define DEFINE_GROUPING(KIND, VALUE, NEW)                                                                         \
+    static void part_##KIND(const values_of_ids *v, i64 *restrict begins, KIND *restrict items) {                 \
+        int part_bits = v->part_bits;                                                                             \
+        u64 at = 0;                                                                                               \
+        for (i64 f = 0; f < v->features; f++) {                                                                   \
+            i64 first_row = v->first_rows[f];                                                                     \
+            FOR_EACH_ID(v, f, id, {                                                                               \
+                u64 value = (u64)(id + first_row);                                                                \
+                items[begins[value >> part_bits]++] = NEW(value, at);                                             \
+                at++;                                                                                             \
+            });                                                                                                   \
+        }                                                                                                         \
+    }                                                                                                             \
+                                                                                                                  \
+    static void pass_##KIND(const KIND *restrict a, KIND *restrict b, i64 n, int shift, u64 mask,                 \
+                            i64 *restrict begins) {                                                               \
+        for (i64 i = 0; i < n; i++) {                                                                             \
+            KIND item = a[i];                                                                                     \
+            b[begins[VALUE(item) >> shift & mask]++] = item;                                                      \
+        }                                                                                                         \
+    }                                                                                                             \
+                                                                                                                  \
+    static void sort_##KIND(KIND *a, KIND *b, i64 n, int bits, int passes, i64 *counts) {                         \
+        int width = passes ? (bits + passes - 1) / passes : 0;                                                    \
+        u64 digits = (u64)1 << width, mask = digits - 1;                                                          \
+        for (int p = 0; p < passes; p++) {                                                                        \
+            memset(counts, 0, sizeof(i64) * digits);                                                              \
+            for (i64 i = 0; i < n; i++) counts[VALUE(a[i]) >> (p * width) & mask]++;                              \
+            begins_of(counts, digits);                                                                            \
+            pass_##KIND(a, b, n, p * width, mask, counts);                                                        \
+            KIND *swap = a;                                                                                       \
+            a = b;                                                                                                \
+            b = swap;                                                                                             \
+        }                                                                                                         \
+    }                                                                                                             \
+                                                                                                                  \
+    static i64 group_##KIND(const KIND *restrict sorted, i64 begin, i64 end, i64 *restrict values,                \
+                            i64 *restrict ends) {                                                                 \
+        i64 distinct = 0;                                                                                         \
+        for (i64 i = begin; i < end; i++) {                                                                       \
+            values[distinct] = (i64)VALUE(sorted[i]);                                                             \
+            ends[distinct] = i + 1;                                                                               \
+            distinct += i + 1 == end || VALUE(sorted[i + 1]) != VALUE(sorted[i]);                                 \
+        }                                                                                                         \
+        return distinct;                                                                                          \
+    }                                                                                                             \
+                                                                                                                  \
+    static i64 sort_and_group_##KIND(workspace *w, const values_of_ids *v, i64 *values, i64 *ends) {              \
+        KIND *items = w->items.memory, *others = w->more_items.memory;                                            \
+        i64 parts = (i64)1 << (v->bits - v->part_bits), *part_ends = w->counts.memory, begin = 0, distinct = 0;   \
+        i64 *counts = part_ends + parts;                                                                          \
+        int passes = (v->part_bits + DIGIT_BITS - 1) / DIGIT_BITS;                                                \
+        begins_of(part_ends, parts);                                                                              \
+        part_##KIND(v, part_ends, items);                                                                         \
+        KIND *sorted = w->sorted = passes % 2 ? others : items;                                                   \
+        for (i64 part = 0; part < parts; begin = part_ends[part++]) {                                             \
+            i64 end = part_ends[part];                                                                            \
+            if (begin == end) continue;                                                                           \
+            sort_##KIND(items + begin, others + begin, end - begin, v->part_bits, passes, counts);                \
+            distinct += group_##KIND(sorted, begin, end, values + distinct, ends + distinct);                     \
+        }                                                                                                         \
+        return distinct;                                                                                          \
+    }
+DEFINE_GROUPING(narrow, NARROW_VALUE, NARROW_ITEM)
+DEFINE_GROUPING(wide, WIDE_VALUE, WIDE_ITEM)
+
+/* Sort the values, part by part, and find the distinct ones: how many, and where each one's items end. Both outputs have
+ * room for all. Returns how many are distinct; or INVALID_ID, with the first (feature, id) that its table does not have. */
+static i64 group_values(workspace *w, values_of_ids *v, u64 largest, i64 *values, i64 *ends, i64 *invalid) {
+    v->bits = bits_of(largest);
+    int high = bits_of((u64)v->n / ITEMS_OF_PART);
+    if (high > DIGIT_BITS) high = DIGIT_BITS;
+    v->part_bits = v->bits > high ? v->bits - high : 0;
+    w->is_narrow = largest < (u64)1 << 32 && (u64)v->n < (u64)1 << 32;
+    size_t size = v->n * (w->is_narrow ? sizeof(narrow) : sizeof(wide));
+    size_t counts_size = sizeof(i64) * 2 << DIGIT_BITS; /* of parts, of digits */
+    if (!room(&w->items, size) || !room(&w->more_items, size) || !room(&w->counts, counts_size)) return NO_MEMORY;
+    memset(w->counts.memory, 0, sizeof(i64) << (v->bits - v->part_bits));
+    i64 result = count_parts(v, w->counts.memory, invalid);
+    if (result) return result;
+    return w->is_narrow ? sort_and_group_narrow(w, v, values, ends) : sort_and_group_wide(w, v, values, ends);
 }
 
 /* The position of a sorted item. */
@@ -116,10 +192,8 @@ static inline i64 position(const workspace *w, i64 i) {
 i64 fs_deduplicate(workspace *w, const i64 *input, i64 n, i64 *values, i64 *order, i64 *ends) {
     i64 largest = 0;
     int ascending = 1;
-    for (i64 i = 0; i < n; i++) {
-        if (input[i] > largest) largest = input[i];
-        ascending &= i == 0 || input[i] > input[i - 1];
-    }
+    for (i64 i = 0; i < n; i++) largest = input[i] > largest ? input[i] : largest;
+    for (i64 i = 1; i < n && ascending; i++) ascending = input[i] > input[i - 1];
     if (ascending) { /* distinct already */
         memcpy(values, input, n * sizeof(i64));
         for (i64 i = 0; i < n; i++) {
@@ -128,18 +202,14 @@ i64 fs_deduplicate(workspace *w, const i64 *input, i64 n, i64 *values, i64 *orde
         }
         return n;
     }
-    void *items = begin_group(w, n, (u64)largest);
-    if (!items) return NO_MEMORY;
-    for (i64 i = 0; i < n; i++)
-        if (w->is_narrow)
-            ((narrow *)items)[i] = (u64)input[i] << 32 | (u64)i;
-        else
-            ((wide *)items)[i] = (wide){(u64)input[i], (u64)i};
-    end_group(w, (u64)largest);
-    memcpy(values, w->values.memory, w->distinct * sizeof(i64));
-    memcpy(ends, w->ends.memory, w->distinct * sizeof(i64));
+    const void *ids = input;
+    i64 is_int64 = 1, first_row = 0, table_size = -1 /* any */, invalid[2];
+    feature_ids all = {&ids, &n, &is_int64};
+    values_of_ids v = {.all = &all, .features = 1, .n = n, .first_rows = &first_row, .table_sizes = &table_size};
+    i64 distinct = group_values(w, &v, (u64)largest, values, ends, invalid);
+    if (distinct < 0) return distinct;
     for (i64 i = 0; i < n; i++) order[i] = position(w, i);
-    return w->distinct;
+    return distinct;
 }
 
 /* How many of n ascending `values` are less than `bound`. */
@@ -155,58 +225,76 @@ static i64 below(const i64 *values, i64 n, i64 bound) {
     return low;
 }
 
-/* The items of all features' ids. Rows are numbered table after table, and `bound` is above all numbers. Returns how many
- * distinct rows there are; or INVALID_ID, with the first (feature, id) that its table does not have. */
-static i64 group_ids(workspace *w, const feature_ids *all, const row_owners *owners, i64 *invalid) {
-    i64 n = 0, at = 0;
-    for (i64 f = 0; f < owners->features; f++) n += all->lengths[f];
-    void *items = begin_group(w, n, (u64)owners->bound);
-    if (!items) return NO_MEMORY;
-    for (i64 f = 0; f < owners->features; f++) {
-        for (i64 i = 0; i < all->lengths[f]; i++, at++) {
-            i64 id = all->is_int64[f] ? ((const i64 *)all->ids[f])[i] : ((const int32_t *)all->ids[f])[i];
-            if (id < 0 || id >= owners->table_sizes[f]) {
-                invalid[0] = f;
-                invalid[1] = id;
-                return INVALID_ID;
-            }
-            u64 number = (u64)(id + owners->first_rows[f]);
-            if (w->is_narrow)
-                ((narrow *)items)[at] = number << 32 | (u64)at;
-            else
-                ((wide *)items)[at] = (wide){number, (u64)at};
+/* The distinct keys of a batch's ids, ascending: where the positions of each end in the order of keys (`ends`), its row
+ * at the owner (`rows`), and how many keys each owner has (`counts`). Rows are numbered table after table, and `bound` is
+ * above all numbers. Shards are consecutive row numbers from `bounds` on; `shard_order` has them in the order of their
+ * keys. All but `counts` have room for each id. Without `keys`, they are not written. Returns how many keys there are; or
+ * INVALID_ID, with the first (feature, id) that its table does not have. */
+i64 request_keys(workspace *w, const feature_ids *all, const row_owners *owners, i64 *ends, i64 *keys, i64 *rows,
+                 i64 *counts, i64 *invalid) {
+    values_of_ids v = {.all = all, .features = owners->features, .first_rows = owners->first_rows,
+                       .table_sizes = owners->table_sizes};
+    for (i64 f = 0; f < owners->features; f++) v.n += all->lengths[f];
+    i64 *values = room(&w->values, v.n * sizeof(i64)), *value_ends = room(&w->ends, v.n * sizeof(i64));
+    i64 *begins = room(&w->begins, (owners->shards + 1) * sizeof(i64)); /* of each shard among the values */
+    if (!values || !value_ends || !begins) return NO_MEMORY;
+    i64 distinct = group_values(w, &v, (u64)owners->bound, values, value_ends, invalid);
+    if (distinct < 0) return distinct;
+    begins[0] = 0;
+    for (i64 s = 1; s < owners->shards; s++)
+        begins[s] = begins[s - 1] + below(values + begins[s - 1], distinct - begins[s - 1], owners->bounds[s]);
+    begins[owners->shards] = distinct;
+    i64 key = 0, entries = 0, owner = 0;
+    memset(counts, 0, owners->world * sizeof(i64));
+    for (i64 k = 0; k < owners->shards; k++) {
+        i64 s = owners->shard_order[k], first = begins[s], last = begins[s + 1], size = last - first;
+        if (!size) continue;
+        while (values[first] + owners->shifts[s] >= owners->starts[owner + 1]) owner++;
+        i64 to_row = owners->shifts[s] - owners->starts[owner], moved = entries - (first ? value_ends[first - 1] : 0);
+        for (i64 i = 0; i < size; i++) {
+            rows[key + i] = values[first + i] + to_row;
+            ends[key + i] = value_ends[first + i] + moved;
         }
+        for (i64 i = 0; keys && i < size; i++) keys[key + i] = values[first + i] + owners->shifts[s];
+        counts[owner] += size;
+        key += size;
+        entries = ends[key - 1];
     }
-    return n ? end_group(w, (u64)owners->bound) : (w->distinct = 0);
+    return distinct;
 }
 
-/* What a rank requests: the distinct keys of its ids, ascending, with `order` and `ends` as in
- * exchange_plan.Deduplicated, for each position its key (`inverse`), for each key its row at the owner (`rows`), and how
- * many keys each owner has (`counts`). Shards are consecutive row numbers from `bounds` on; `shard_order` has them in
- * the order of their keys. All but `counts` have room for each id. Returns what group_ids does. */
+#define DEFINE_PLACE_POSITIONS(KIND, POSITION)                                                                    \
+    static void place_positions_##KIND(const workspace *w, const row_owners *owners, const i64 *places,           \
+                                       i64 *restrict order, i64 *restrict inverse) {                              \
+        const i64 *value_ends = w->ends.memory, *begins = w->begins.memory;                                       \
+        const KIND *sorted = w->sorted;                                                                           \
+        i64 key = 0;                                                                                              \
+        for (i64 k = 0; k < owners->shards; k++) {                                                                \
+            i64 s = owners->shard_order[k], v = begins[s], last = begins[s + 1];                                  \
+            for (i64 i = v ? value_ends[v - 1] : 0; v < last; v++, key++) {                                       \
+                i64 place = places ? places[key] : key;                                                           \
+                for (i64 end = value_ends[v]; i < end; i++) {                                                     \
+                    i64 at = (i64)POSITION(sorted[i]);                                                            \
+                    *order++ = at;                                                                                \
+                    inverse[at] = place;                                                                          \
+                }                                                                                                 \
+            }                                                                                                     \
+        }                                                                                                         \
+    }
+DEFINE_PLACE_POSITIONS(narrow, NARROW_POSITION)
+DEFINE_PLACE_POSITIONS(wide, WIDE_POSITION)
+
+/* After request_keys, with nothing else in between: the positions in the order of their keys, as in
+ * exchange_plan.Deduplicated, and for each position the place of its key; without `places`, which key it is. */
+void place_positions(const workspace *w, const row_owners *owners, const i64 *places, i64 *order, i64 *inverse) {
+    (w->is_narrow ? place_positions_narrow : place_positions_wide)(w, owners, places, order, inverse);
+}
+
+/* Both: what a rank requests. */
 i64 fs_request(workspace *w, const feature_ids *all, const row_owners *owners, i64 *order, i64 *ends, i64 *inverse,
                i64 *keys, i64 *rows, i64 *counts, i64 *invalid) {
-    i64 distinct = group_ids(w, all, owners, invalid);
-    const i64 *values = w->values.memory, *value_ends = w->ends.memory;
-    i64 key = 0, entry = 0, owner = 0;
-    memset(counts, 0, owners->world * sizeof(i64));
-    for (i64 k = 0; k < owners->shards && distinct > 0; k++) {
-        i64 s = owners->shard_order[k];
-        i64 first = below(values, distinct, owners->bounds[s]);
-        i64 last = s + 1 < owners->shards ? below(values, distinct, owners->bounds[s + 1]) : distinct;
-        for (i64 v = first; v < last; v++, key++) {
-            for (i64 i = v ? value_ends[v - 1] : 0; i < value_ends[v]; i++) {
-                i64 at = position(w, i);
-                order[entry++] = at;
-                inverse[at] = key;
-            }
-            ends[key] = entry;
-            keys[key] = values[v] + owners->shifts[s];
-            while (keys[key] >= owners->starts[owner + 1]) owner++;
-            rows[key] = keys[key] - owners->starts[owner];
-            counts[owner]++;
-        }
-    }
+    i64 distinct = request_keys(w, all, owners, ends, keys, rows, counts, invalid);
+    if (distinct > 0) place_positions(w, owners, 0, order, inverse);
     return distinct;
 }
 

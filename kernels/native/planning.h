@@ -57,8 +57,9 @@ typedef struct { /* where the rows of an exchange are; exchange_plan.OwnerMap */
     const i64 *bounds, *shifts, *shard_order, *starts;
 } row_owners;
 
-i64 fs_request(workspace *, const feature_ids *, const row_owners *, i64 *order, i64 *ends, i64 *inverse, i64 *keys,
-               i64 *rows, i64 *counts, i64 *invalid);
+i64 request_keys(workspace *, const feature_ids *, const row_owners *, i64 *ends, i64 *keys, i64 *rows, i64 *counts,
+                 i64 *invalid);
+void place_positions(const workspace *, const row_owners *, const i64 *places, i64 *order, i64 *inverse);
 i64 intersect(workspace *, const i64 *a, i64 size_a, const i64 *b, i64 size_b, uint8_t *in_b, uint8_t *in_a);
 
 /* mesh.c: what ranks send each other. */

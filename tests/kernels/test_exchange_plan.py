@@ -377,6 +377,35 @@ def test_rows_beyond_32_bits():
     assert first.needed.order.tolist() == [1, 0, 2] and second.needed.order.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("popular", [False, True])  # ids: all alike, or small ones far more often than large ones
+@pytest.mark.parametrize("rows", [1, 700, 6_000_000, 2**31 - 1, 2**34])
+def test_many_ids(rows, popular):
+    """So many that they are sorted in parts, one of which may hold nearly all of them; of two features of one table, whose
+    shards lie at their owners in another order."""
+    random = np.random.default_rng(rows)
+    bound = rows ** random.random(40_000) if popular else random.random(40_000) * rows
+    numbers = np.minimum(bound.astype(np.int64), rows - 1)
+    ids = [torch.from_numpy(numbers[:15_000].astype(np.int32 if rows < 2**31 else np.int64)), torch.from_numpy(numbers[15_000:])]
+    half = rows // 2
+    shards = [exchange_plan.Shard(0, 0, half, 1, 0), exchange_plan.Shard(0, half, rows - half, 0, 0)]
+    owners = exchange_plan.owner_map(shards, [rows], 2)
+    own = exchange_plan.own_requests(ids, [0, 0], [rows, rows], owners)
+    expected_keys = np.where(numbers < half, numbers + rows - half, numbers - half)
+    keys, inverse = np.unique(expected_keys, return_inverse=True)
+    of_first = int((keys < rows - half).sum())
+    _same(own.needed, (keys, np.argsort(expected_keys, kind="stable"), np.cumsum(np.bincount(inverse))))
+    rows_at_owners = np.where(keys < rows - half, keys, keys - (rows - half))
+    _same(own[1:], (inverse, rows_at_owners, np.array([of_first, keys.shape[0] - of_first])))
+    distinct, counts = np.unique(numbers, return_counts=True)
+    unique = exchange_plan.deduplicate(torch.from_numpy(numbers))
+    _same(unique, (distinct, np.argsort(numbers, kind="stable"), np.cumsum(counts)))
+
+
+def _same(tensors, arrays):
+    for tensor, array in zip(tensors, arrays, strict=True):
+        assert torch.equal(tensor, torch.from_numpy(array))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_first_id_outside_its_table(dtype):
     good, bad = torch.tensor([0, 3], dtype=dtype), torch.tensor([1, 4, -1], dtype=dtype)
