@@ -27,9 +27,11 @@ LIBRARIES = {
     "meetings of ranks": ("status_board",),
     "launches of staged and peer": ("transfers",),
     "tensors of plans": ("memory_parts",),
+    "balancing of samples": ("swaps",),
 }
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-Wall")  # no -march: hosts of a cluster may share the folder
+# No -march: hosts of a cluster may share the folder. Every product is rounded, as it is in NumPy.
+_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-Wall", "-ffp-contract=off")
 _SECONDS = 120
 
 

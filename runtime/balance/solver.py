@@ -1,7 +1,8 @@
 """`balance(costs, ranks)`: which rank gets which sample, so that all ranks have the same work.
 
-Pure NumPy: no process group, no clock, no random numbers. Ranks that call it with the same arguments get the same
-answer. It moves nothing; it does not know what a batch is. The methods are in assignment.py, the swaps in swaps.py.
+NumPy, and C for the swaps: no process group, no clock, no random numbers. Ranks that call it with the same arguments
+get the same answer. It moves nothing; it does not know what a batch is. The methods are in assignment.py, the swaps in
+swaps.py.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from freescale.runtime.samples.split_batch import SplitBatch
 log = logging.getLogger(__name__)
 
 METHODS = tuple(m for m in solver.METHODS if m != "local")
-# A batch is planned behind the backward pass of the step three before it, or later: so the step four before it has ended
-# on every rank. (A GPU may be further behind: then its times are not known yet, and wait for a later batch.)
+# A batch is planned behind the backward pass of the step three before it, or later: so the step four before it has
+# ended on every rank. (A GPU may be further behind: then its times are not known yet, and wait for a later batch.)
 _MEASURED_AFTER = 4
 _MOST_TIMES = 4  # steps whose times travel with one batch: more than one, so that they catch up
 _LOG_FIT_EVERY = 100  # batches
