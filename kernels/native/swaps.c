@@ -3,10 +3,8 @@
 
 #include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
 typedef int64_t i64;
-typedef uint64_t u64;
 
 /* As in swaps.py. */
 #define CANDIDATES_PER_PAIR 24
@@ -32,9 +30,9 @@ typedef struct { /* two ranks that swap in a round */
 } pair;
 
 typedef struct {
-    i64 *order;    /* ranks by load, equal ones in their order */
-    i64 *ends;     /* of what the heavy ranks have to give */
-    i64 *n_pairs;  /* of each heavy rank, */
+    i64 *order;     /* ranks by load, equal ones in their order */
+    i64 *ends;      /* of what the heavy ranks have to give */
+    i64 *n_pairs;   /* of each heavy rank, */
     double *wanted; /* and how much their light ones lack */
     pair *pairs;
     uint8_t *touched;
@@ -100,12 +98,12 @@ static void swap_extremes(partition *p, scratch *s, i64 target) {
     sort_by_load(p, s->order);
     for (i64 i = 0; i < half; i++) {
         i64 light = s->order[i], heavy = s->order[p->ranks - 1 - i], last = p->counts[heavy] - 1, given = 0;
-        i64 transfer = least(p->loads[heavy] - target, target - p->loads[light]), gains[BULK_SWAPS];
+        i64 transfer = least(p->loads[heavy] - target, target - p->loads[light]);
         int fits[BULK_SWAPS];
         for (i64 n = 0; n < n_swaps; n++) {
-            gains[n] = cost_at(p, heavy, last - n) - cost_at(p, light, n);
-            given += gains[n];
-            fits[n] = given <= transfer && gains[n] > 0;
+            i64 gain = cost_at(p, heavy, last - n) - cost_at(p, light, n);
+            given += gain;
+            fits[n] = given <= transfer && gain > 0;
         }
         for (i64 n = 0; n < n_swaps && fits[1]; n++) /* where one is enough, a round finds a better one */
             if (fits[n]) swap_cells(p, s, heavy, last - n, light, n);
