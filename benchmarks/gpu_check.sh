@@ -88,7 +88,7 @@ training=tests/kernels/test_gpu.py::test_every_transport_gives_the_same_bits
 start tests_transports_4 1 400 "${gpu[@]}" "${training}[4]"
 start tests_nccl 1 400 "${gpu[@]}" tests/kernels/test_nccl.py
 start tests_transports_2 1 400 "${gpu[@]}" "${training}[2]"
-start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py tests/runtime/tables/test_plan_block.py tests/runtime/tables/test_fbgemm_table.py tests/runtime/tables/test_native_adam.py --deselect "$training"
+start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py tests/compile/test_kernel_launches.py tests/runtime/tables/test_plan_block.py tests/runtime/tables/test_fbgemm_table.py tests/runtime/tables/test_native_adam.py --deselect "$training"
 start lookahead 1 200 "${gpu[@]}" tests/runtime/lookahead/test_begun_step.py
 start nixl 1 200 "${gpu[@]}" tests/kernels/test_nixl.py
 start transports 1 300 "${gpu[@]}" tests/kernels/test_transports.py

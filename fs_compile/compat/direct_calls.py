@@ -3,19 +3,26 @@
 An op goes through torch's dispatcher, which puts every argument into a box for C++ and takes it out of it again for
 Python. That takes the host ten microseconds, as long as the launch of a kernel, and changes nothing: in compiled code
 there is neither autograd nor tracing. Under a profiler, or in a mode that watches ops, they are ops as ever.
+
+That holds for our ops, and for those of the user's model (`torch.library.custom_op`) that change no argument: around
+such an op there is more Python of torch's than around ours. The first call of each goes the long way, where torch looks
+whether what comes out is memory that went in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import _OpNamespace
 
 from freescale.compat import logs
 
 Function = Callable[..., Any]
+_PLAIN = {f for kind in ("Tensor", "int", "float", "bool", "str", "List[int]") for f in (kind, f"Optional[{kind}]")}
 
 
 class DirectOps:
@@ -30,10 +37,8 @@ class DirectOps:
         """`on_gpu`: where the op's first argument is there, instead of another one."""
         (self._on_gpu if on_gpu else self._functions)[name] = function
 
-    def call_from(self, compiled: Any) -> None:
-        """From what Inductor made of a graph; code that is not Python's is left alone."""
-        call = getattr(getattr(compiled, "compiled_fn_runner", None), "call", None)
-        names = getattr(call, "__globals__", {})
+    def call_from(self, names: dict[str, Any]) -> None:
+        """From code that has these names."""
         if "torch" in names:
             names["torch"] = self._torch
 
@@ -41,7 +46,7 @@ class DirectOps:
     def _torch(self) -> Any:
         """torch, in which these ops are functions."""
         ours = _Names(getattr(torch.ops, self._namespace), {}, self._replace)
-        return _Names(torch, {"ops": _Names(torch.ops, {self._namespace: ours})})
+        return _Names(torch, {"ops": _Names(torch.ops, {self._namespace: ours}, _replace_namespace)})
 
     def _replace(self, name: str, packet: Any) -> Any:
         if name not in self._functions:
@@ -60,6 +65,66 @@ class DirectOps:
             return function(*args) if on_gpu is None or not args[0].is_cuda else on_gpu(*args)
 
         return call
+
+
+def names_of(compiled: Any) -> dict[str, Any]:
+    """Of the code that Inductor made of a graph; none if it is not Python's."""
+    call = getattr(getattr(compiled, "compiled_fn_runner", None), "call", None)
+    return getattr(call, "__globals__", {})
+
+
+# ---- the user's ops --------------------------------------------------------------------------------------------------
+
+
+def _replace_namespace(name: str, namespace: Any) -> Any:
+    return _Names(namespace, {}, partial(_replace_packet, name)) if isinstance(namespace, _OpNamespace) else namespace
+
+
+def _replace_packet(namespace: str, name: str, packet: Any) -> Any:
+    function = _function_of_custom_op(f"{namespace}::{name}")
+    return packet if function is None else _Names(packet, {"default": function})
+
+
+def _function_of_custom_op(name: str) -> Function | None:
+    """None if it is no custom op, or more than a function of its arguments."""
+    definition = OPDEFS.get(name)
+    if definition is None or not _is_function(definition):
+        return None
+    op, kernels, seen = definition._opoverload, definition._backend_fns, set[Any]()
+    modes = torch._C._len_torch_dispatch_stack
+    positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
+    floats = [i for i, a in enumerate(op._schema.arguments) if "float" in str(a.type)]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
+        kernel = kernels.get("cuda" if on_gpu else "cpu") or kernels.get(None)
+        if kernel not in seen or logs.profiling() or modes():
+            seen.add(kernel)
+            return op(*args, **kwargs)
+        for argument in positional[len(args) :] if kwargs else ():  # as the dispatcher hands them over
+            if argument not in kwargs:
+                break
+            args = *args, kwargs.pop(argument)
+        if any(type(args[i]) is int for i in floats if i < len(args)):
+            return op(*args, **kwargs)  # which makes floats of them
+        return kernel(*args, **kwargs)
+
+    return call
+
+
+def _is_function(definition: Any) -> bool:
+    """Of a tensor and of tensors and plain values beside it, by the kernel that its definition knows."""
+    name, schema = definition._qualname, definition._opoverload._schema
+    kinds = [str(a.type) for a in schema.arguments]
+    has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, name)
+    return (
+        not schema.is_mutable
+        and not schema._is_view_op()
+        and kinds[:1] == ["Tensor"]
+        and _PLAIN.issuperset(kinds)
+        and not any(map(has_kernel, ("AutocastCPU", "AutocastCUDA")))
+        and all(device in definition._backend_fns for device in ("cpu", "cuda") if has_kernel(device.upper()))
+    )
 
 
 class _Names:
@@ -84,4 +149,5 @@ def probe() -> None:
     from torch._inductor.output_code import CompiledFxGraph
 
     assert "compiled_fn_runner" in CompiledFxGraph.__annotations__
+    assert {"_backend_fns", "_qualname"} <= set(CustomOpDef.__init__.__code__.co_names)
     assert torch._C._len_torch_dispatch_stack() == 0

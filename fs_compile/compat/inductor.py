@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from freescale.compat import dynamo, fx_values, interpreted_graph
+from freescale.compat import direct_calls, dynamo, fx_values, interpreted_graph, kernel_launches
 from freescale.compat.direct_calls import DirectOps
 
 __all__ = ["CustomGraphPass", "get_hash_for_files"]
@@ -32,7 +32,7 @@ def compile_with_inductor(
     """Compile; `post_pass` sees the post-grad graphs of the forward and of the lazily compiled backward.
 
     `traced_anew`: AOTAutograd's cache is left alone, so that each graph is looked up by itself, under `watch`. Then,
-    where a graph does without autograd, it calls `direct_ops` as functions.
+    where a graph does without autograd, it calls `direct_ops` as functions, and launches kernels without ado.
     """
     import torch._functorch.config as functorch
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -42,7 +42,9 @@ def compile_with_inductor(
         leave_autograd_out = traced_anew and _needs_no_autograd(gm)
         compiled = watch(gm, lambda: compile_fx_inner(gm, inputs, **kwargs))
         if leave_autograd_out and isinstance(compiled, CompiledFxGraph):
-            direct_ops.call_from(compiled)
+            names = direct_calls.names_of(compiled)
+            direct_ops.call_from(names)
+            kernel_launches.shorten(names)
             compiled.current_callable = _below_autograd(compiled.current_callable)
         return compiled
 

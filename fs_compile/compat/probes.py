@@ -20,6 +20,7 @@ from freescale.compat import (
     fx_values,
     inductor,
     interpreted_graph,
+    kernel_launches,
     logs,
     module_state,
     nixl,
@@ -31,7 +32,8 @@ from freescale.compat import (
 
 PROBED = (
     version, distributed, dynamo, dynamo_settings, planned_sizes, compiled_modules, inductor, interpreted_graph,
-    direct_calls, fx_values, logs, cuda, module_state, dlpack, triton_launch, backports, fbgemm, torchrec, nixl,
+    direct_calls, kernel_launches, fx_values, logs, cuda, module_state, dlpack, triton_launch, backports, fbgemm,
+    torchrec, nixl,
 )  # fmt: skip
 
 

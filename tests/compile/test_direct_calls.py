@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from freescale.compat.direct_calls import DirectOps
+from freescale.compat.direct_calls import DirectOps, names_of
 from ranks import run_ranks
 
 
@@ -82,8 +82,8 @@ def test_a_function_for_the_gpu_and_one_for_everything_else():
     ops.add("sum_rows", lambda x: "on a GPU", on_gpu=True)
     calls = (f"torch.ops.freescale.{name}.default(x)" for name in ("pack_rows", "sum_rows"))
     compiled = code_of(f"[{', '.join(calls)}]", {"torch": torch})
-    ops.call_from(compiled)
-    ops.call_from(compiled)  # of a second graph with the same code
+    ops.call_from(names_of(compiled))
+    ops.call_from(names_of(compiled))  # of a second graph with the same code
     call = compiled.compiled_fn_runner.call
     assert call(SimpleNamespace(is_cuda=False)) == ["any", "elsewhere"]
     assert call(SimpleNamespace(is_cuda=True)) == ["any", "on a GPU"]
@@ -94,15 +94,139 @@ def test_everything_else_is_as_it_was():
     ops.add("sum_rows", lambda x: x)
     names = "float32", "ops.aten.add.Tensor", "ops.freescale.update_.default", "ops.freescale.sum_rows"
     compiled = code_of(", ".join(f"torch.{name}" for name in names), {"torch": torch})
-    ops.call_from(compiled)
+    ops.call_from(names_of(compiled))
     kind, add, update, packet = compiled.compiled_fn_runner.call(None)
     assert kind is torch.float32 and add is torch.ops.aten.add.Tensor and update is torch.ops.freescale.update_.default
     assert packet.overloads() == ["default"]
 
 
 def test_code_that_is_not_pythons_is_left_alone():
-    DirectOps("freescale").call_from(SimpleNamespace())
-    DirectOps("freescale").call_from(SimpleNamespace(compiled_fn_runner=SimpleNamespace(call=print)))
+    assert names_of(SimpleNamespace()) == {}
+    assert names_of(SimpleNamespace(compiled_fn_runner=SimpleNamespace(call=print))) == {}
     names: dict[str, Any] = {}
-    DirectOps("freescale").call_from(code_of("x", names))
+    DirectOps("freescale").call_from(names_of(code_of("x", names)))
     assert "torch" not in names
+
+
+# ---- the user's ops --------------------------------------------------------------------------------------------------
+
+
+def was_called_as_op() -> bool:
+    return any(frame.filename.endswith("torch/_ops.py") for frame in inspect.stack())
+
+
+def define(name: str, mutates: tuple[str, ...] = ()) -> tuple[Any, list[Any]]:
+    """An op that writes down its arguments, and whether it was called as an op."""
+    calls: list[Any] = []
+
+    def scale(x: torch.Tensor, by: float, bias: torch.Tensor | None = None, *, times: int = 1) -> torch.Tensor:
+        calls.append((was_called_as_op(), by, bias is not None, times))
+        for t in (x,) if mutates else ():
+            t.add_(1)
+        return x * by * times if bias is None else x * by * times + bias
+
+    op = torch.library.custom_op(f"freescale_tests::{name}", scale, mutates_args=mutates)
+    op.register_fake(lambda x, by, bias=None, *, times=1: torch.empty_like(x))
+    return op, calls
+
+
+def calls_of(op: Any, arguments: str, names: dict[str, Any]) -> Any:
+    """As Inductor would call it."""
+    compiled = code_of(f"torch.ops.freescale_tests.{op._name}.default({arguments})", names | {"torch": torch})
+    DirectOps("freescale").call_from(names_of(compiled))
+    return compiled.compiled_fn_runner.call
+
+
+def test_a_custom_op_is_a_function_behind_its_first_call():
+    op, calls = define("scale")
+    call = calls_of(op, "x, 2.0, bias=bias, times=3", {"bias": torch.ones(2)})
+    results = [call(torch.ones(2)) for _ in range(3)]
+    with Watch():
+        results.append(call(torch.ones(2)))
+    assert [c[0] for c in calls] == [True, False, False, True] and len({c[1:] for c in calls}) == 1
+    assert all(torch.equal(r, torch.full((2,), 7.0)) for r in results)
+
+
+def test_what_the_dispatcher_does_to_arguments():
+    """It makes floats of integers, hands over by position what has one, and leaves defaults to the function."""
+    op, calls = define("scale_by_integers")
+    for arguments in ("x, 2", "x, by=2", "x, by=2.0", "x, 2.0, bias=None"):
+        call = calls_of(op, arguments, {})
+        call(torch.ones(2))
+        calls.clear()
+        call(torch.ones(2))
+        (_, by, biased, times), = calls  # fmt: skip
+        assert (type(by), by, biased, times) == (float, 2.0, False, 1), arguments
+
+
+def test_the_kernel_of_a_device_is_chosen_at_each_call():
+    op, _ = define("scale_on_device")
+    call = calls_of(op, "x, 2.0", {})
+    call(torch.ones(2))
+    op.register_kernel("cpu", lambda x, by, bias=None, *, times=1: x - 1)
+    assert torch.equal(call(torch.ones(2)), torch.zeros(2)) and torch.equal(call(torch.ones(2)), torch.zeros(2))
+    with op.set_kernel_enabled("cpu", enabled=False):
+        assert torch.equal(call(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_what_is_more_than_a_function_stays_an_op():
+    changing, changed = define("scale_and_change", mutates=("x",))
+    cast, casts = define("scale_with_autocast")
+    cast.register_autocast("cpu", torch.bfloat16)
+    overridden, seen = define("scale_elsewhere")
+    library = torch.library.Library("freescale_tests", "FRAGMENT")
+    library.impl("scale_elsewhere", lambda x, by, bias=None, *, times=1: x - 5, "CPU")
+    for op in (changing, cast, overridden):
+        call, x = calls_of(op, "x, 2.0", {}), torch.ones(2)
+        before = x._version
+        for _ in range(3):
+            result = call(x)
+        assert op is not changing or x._version > before
+        assert op is not overridden or torch.equal(result, torch.full((2,), -4.0))
+    assert all(c[0] for c in (*changed, *casts)) and len(changed) == len(casts) == 3 and not seen
+
+
+def _train_with_custom_op() -> tuple[list[bool], bool]:
+    """Whether the forward and the backward function of each step were ops; whether the numbers are those of eager."""
+    import freescale
+
+    was_op: list[bool] = []
+
+    @torch.library.custom_op("freescale_tests::cube", mutates_args=())
+    def cube(x: torch.Tensor) -> torch.Tensor:
+        was_op.append(was_called_as_op())
+        return x**3
+
+    @torch.library.custom_op("freescale_tests::cube_backward", mutates_args=())
+    def cube_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        was_op.append(was_called_as_op())
+        return 3 * x**2 * grad
+
+    cube.register_fake(torch.empty_like)
+    cube_backward.register_fake(lambda x, grad: torch.empty_like(x))
+    cube.register_autograd(
+        lambda ctx, grad: cube_backward(ctx.saved_tensors[0], grad),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = freescale.ShardedEmbedding(20, 4, name="item", lr=0.5)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return cube(self.table(ids)).sum()
+
+    model, ids = Model(), torch.tensor([3, 5, 3])
+    start, weights = model.table.weight.clone(), []
+    run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "inductor", "strict": True})
+    for step in range(4):
+        model.table.weight.copy_(start)
+        (model if step == 0 else run)(ids).backward()
+        weights.append(model.table.weight.clone())
+    return was_op[-2:], all(torch.equal(w, weights[0]) for w in weights) and not torch.equal(start, weights[0])
+
+
+def test_custom_ops_of_a_model_are_functions_in_its_graphs():
+    ((was_op, same),) = run_ranks(_train_with_custom_op, 1)
+    assert was_op == [False, False] and same
