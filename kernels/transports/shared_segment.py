@@ -105,16 +105,13 @@ class SharedSegment:
                 os.posix_fallocate(self._file, 0, nbytes)  # else a full /dev/shm would kill us at the first touch
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
             self.bytes = np.frombuffer(mmap.mmap(self._file, nbytes), np.uint8)
+            self.address: int = self.bytes.ctypes.data
         except BaseException:
             os.close(self._file)
             if create:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
             raise
-
-    @property
-    def address(self) -> int:
-        return self.bytes.ctypes.data
 
     def words(self, offset: int, count: int) -> np.ndarray:
         """`count` 32-bit words, a cache line each."""

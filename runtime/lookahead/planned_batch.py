@@ -67,4 +67,4 @@ class PlannedBatch:
         for x, planned in zip(exchanges, self.rows.exchanges, strict=True):
             arrays = self.rows.arrays(planned.rows)
             counts, entries = planned.row_counts, planned.urgent_entries
-            self.plans.append(step_plan.plan_rows(self.number, arrays, values, counts, entries, x.anchor))
+            self.plans.append(step_plan.plan_rows(self.number, arrays, values, counts, entries, x.anchor, self.whole))

@@ -137,11 +137,15 @@ def no_late_gradients(p: StepPlan) -> LateGradients:
     return LateGradients(p.arrived.new_empty(0, p.arrived.shape[1]), update, zeros)
 
 
+_NO_SLOTS = torch.empty(0, dtype=torch.uint8)
+
+
 def plan_rows(
     number: int, arrays: Sequence[torch.Tensor], value_counts: ValueCounts, counts: ExchangeCounts, urgent_entries: int,
-    anchor: torch.Tensor,
+    anchor: torch.Tensor, whole: bool = False,
 ) -> StepPlan:  # fmt: skip
-    """The forward half. `arrays`: as batch_plan.ROWS_ARRAYS, `anchor`: of the table's type and device."""
+    """The forward half. `arrays`: as batch_plan.ROWS_ARRAYS, `anchor`: of the table's type and device. `whole`: nothing
+    is early, and no graph sees the tensors of what is."""
     ids, inverse, order, ends, early_rows, urgent_rows = arrays
     n_urgent = sum(counts.urgent_recv.tolist())
     n_early = ends.shape[0] - n_urgent  # the other counts may say that nobody sends anything
@@ -157,8 +161,8 @@ def plan_rows(
         urgent=UrgentRows(urgent_rows, counts.urgent_send, counts.urgent_recv),
         early_rows=early_rows,
         early_counts=Counts(counts.other_send, counts.other_recv),
-        early_slots=torch.empty(n_early, dtype=torch.uint8),
-        arrived=anchor.new_empty(0, anchor.shape[1]),
+        early_slots=_NO_SLOTS if whole else torch.empty(n_early, dtype=torch.uint8),
+        arrived=anchor if whole else anchor.new_empty(0, anchor.shape[1]),
         stats={
             "values": ids.shape[0],
             "unique_rows": ends.shape[0],
