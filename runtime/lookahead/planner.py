@@ -20,6 +20,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -38,8 +39,13 @@ from freescale.runtime.tables.table_exchange import Exchange
 log = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 60.0  # that the user's thread waits for a batch before it looks after the background thread
+_PAUSE_SECONDS = 2e-4  # on a GPU, until a backward pass that has updated its tables is through with Python
 _STORE_SECONDS = 5.0  # for an answer of the store; the rank that keeps it may be the one that is gone
 _threads: dict[str, threading.Thread] = {}  # by group: the thread that plans over it
+
+
+class _Order(Enum):
+    NOW, BEHIND_BACKWARD, STOP = range(3)  # load and plan one more batch; or no more
 
 
 class Planner:
@@ -68,14 +74,15 @@ class Planner:
         self._earlier_thread = _threads.get(group.group_name)
         # What the user's loader puts on "the" GPU goes where the user's thread would put it.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # load one more batch, or stop
+        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._pause = _PAUSE_SECONDS if exchanges and exchanges[0].anchor.is_cuda else 0.0
         self._ready: queue.SimpleQueue[PlannedBatch | BaseException | None] = queue.SimpleQueue()
         self._peeked: PlannedBatch | None = None
         self._tables, self._updated = len(exchanges), 0  # updated since the last batch was taken
         # A batch is ready when the one after it is known: two for the first, one more for each that is taken.
         self.ordered = 0  # batches
-        self._order()
-        self._order()
+        self._order(_Order.NOW)
+        self._order(_Order.NOW)
         self._thread = threading.Thread(target=self._run, name="freescale-lookahead", daemon=True)
         _threads[group.group_name] = self._thread
         self._thread.start()
@@ -124,19 +131,20 @@ class Planner:
         """A batch was taken. Called when the thread that took it has nothing to do with it any more: until then, they
         would compete for Python's lock."""
         if self._updated < self._tables:  # else table_updated has done so
-            self._order()
+            self._order(_Order.NOW)
         self._updated = 0
 
     def table_updated(self) -> None:
-        """The backward pass of the step has updated a table. After the last one there is no better time to plan another
-        batch: until the next one is taken, torch computes more in C++, and needs Python's lock less, than ever."""
+        """The backward pass of the step has updated a table. Behind the last one there is no better time to plan
+        another batch: until the next one is taken, torch computes more in C++, and needs Python's lock less, than
+        ever. But the graph of the backward pass is still Python, and at its end: hence the pause."""
         self._updated += 1
         if self._updated == self._tables:
-            self._order()
+            self._order(_Order.BEHIND_BACKWARD)
 
-    def _order(self) -> None:
+    def _order(self, order: _Order) -> None:
         self.ordered += 1
-        self._orders.put(True)
+        self._orders.put(order)
 
     def _check_thread(self) -> None:
         number, since = self._planning.number, self._planning.busy_since
@@ -157,8 +165,8 @@ class Planner:
         """End the thread. `more`: batches that other ranks have ordered beyond this one's."""
         self._abandoned = not together  # do not wait for others that may not come
         for _ in range(more):
-            self._order()
-        self._orders.put(False)
+            self._order(_Order.NOW)
+        self._orders.put(_Order.STOP)
         limit = self.timeout if together else 1.0
         self._thread.join(limit)
         if self._thread.is_alive() and together:
@@ -181,7 +189,9 @@ class Planner:
 
     def _plan_batches(self) -> None:
         try:
-            while self._orders.get() and not self._abandoned:
+            while (order := self._orders.get()) is not _Order.STOP and not self._abandoned:
+                if order is _Order.BEHIND_BACKWARD and self._pause:
+                    time.sleep(self._pause)
                 if (planned := self._planning.advance()) is not None:
                     self._ready.put(planned)
         except EndOfPlanning as end:
