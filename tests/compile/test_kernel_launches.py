@@ -153,6 +153,7 @@ def _train_on_gpu() -> tuple[list[bool], bool, bool]:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_steps_on_a_gpu():
     ((short, can_be_short, same),) = run_ranks(_train_on_gpu, 1)
     assert same
