@@ -41,7 +41,7 @@ TRIAL = range(WARM_UP, WARM_UP + BLOCKS * BLOCK)
 
 
 @pytest.mark.parametrize("on_device", (False, True))
-@pytest.mark.parametrize("apart_takes, kept_apart", [(0.8, True), (0.98, True), (0.995, False), (1.0, False), (1.2, False)])
+@pytest.mark.parametrize("apart_takes, kept_apart", [(0.8, True), (0.98, True), (0.995, True), (1.005, False), (1.2, False)])
 def test_the_faster_way_is_kept(apart_takes, kept_apart, on_device):
     noise = random.Random(0)
 
