@@ -22,7 +22,8 @@ from torch._ops import _OpNamespace
 from freescale.compat import logs
 
 Function = Callable[..., Any]
-_PLAIN = {f for kind in ("Tensor", "int", "float", "bool", "str", "List[int]") for f in (kind, f"Optional[{kind}]")}
+# Of what the dispatcher hands over as it is. (Of a tuple it makes a list.)
+_PLAIN = {f for kind in ("Tensor", "int", "float", "bool", "str") for f in (kind, f"Optional[{kind}]")}
 
 
 class DirectOps:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import freescale.kernels  # noqa: F401  (registers the ops)
 from freescale.compat.direct_calls import DirectOps, names_of
 from ranks import run_ranks
 
@@ -174,6 +175,15 @@ def test_what_is_more_than_a_function_stays_an_op():
     cast, casts = define("scale_with_autocast")
     cast.register_autocast("cpu", torch.bfloat16)
     overridden, seen = define("scale_elsewhere")
+    lists: list[Any] = []
+
+    @torch.library.custom_op("freescale_tests::shaped", mutates_args=())
+    def shaped(x: torch.Tensor, shape: list[int]) -> torch.Tensor:
+        lists.append((was_called_as_op(), type(shape)))
+        return x.clone().view(shape)
+
+    call = calls_of(shaped, "x, (2, 1)", {})
+    assert all(call(torch.ones(2)).shape == (2, 1) for _ in range(3)) and lists == [(True, list)] * 3
     library = torch.library.Library("freescale_tests", "FRAGMENT")
     library.impl("scale_elsewhere", lambda x, by, bias=None, *, times=1: x - 5, "CPU")
     for op in (changing, cast, overridden):
