@@ -99,7 +99,7 @@ def _function_of_custom_op(name: str) -> Function | None:
     def call(*args: Any, **kwargs: Any) -> Any:
         on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
         kernel = kernels.get("cuda" if on_gpu else "cpu") or kernels.get(None)
-        if kernel not in seen or logs.profiling() or modes():
+        if kernel is None or kernel not in seen or logs.profiling() or modes():
             seen.add(kernel)
             return op(*args, **kwargs)
         for argument in positional[len(args) :] if kwargs else ():  # as the dispatcher hands them over
@@ -124,6 +124,7 @@ def _is_function(definition: Any) -> bool:
         and kinds[:1] == ["Tensor"]
         and _PLAIN.issuperset(kinds)
         and not any(map(has_kernel, ("AutocastCPU", "AutocastCUDA")))
+        and {"cpu", "cuda", None}.issuperset(definition._backend_fns)
         and all(device in definition._backend_fns for device in ("cpu", "cuda") if has_kernel(device.upper()))
     )
 

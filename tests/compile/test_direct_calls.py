@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -168,6 +169,17 @@ def test_the_kernel_of_a_device_is_chosen_at_each_call():
     assert torch.equal(call(torch.ones(2)), torch.zeros(2)) and torch.equal(call(torch.ones(2)), torch.zeros(2))
     with op.set_kernel_enabled("cpu", enabled=False):
         assert torch.equal(call(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_an_op_without_a_kernel_says_so_each_time():
+    schema = "(Tensor x) -> Tensor"
+    op = torch.library.custom_op(
+        "freescale_tests::on_gpu", torch.clone, mutates_args=(), schema=schema, device_types="cuda"
+    )
+    call = calls_of(op, "x", {})
+    for _ in range(3):
+        with pytest.raises(NotImplementedError, match="freescale_tests::on_gpu"):
+            call(torch.ones(2))
 
 
 def test_what_is_more_than_a_function_stays_an_op():
