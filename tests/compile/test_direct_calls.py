@@ -110,7 +110,7 @@ def test_code_that_is_not_pythons_is_left_alone():
     assert "torch" not in names
 
 
-# ---- the user's ops --------------------------------------------------------------------------------------------------
+# ---- the user's ops (in a model: test_custom_ops.py) ------------------------------------------------------------------
 
 
 def was_called_as_op() -> bool:
@@ -206,49 +206,3 @@ def test_what_is_more_than_a_function_stays_an_op():
         assert op is not changing or x._version > before
         assert op is not overridden or torch.equal(result, torch.full((2,), -4.0))
     assert all(c[0] for c in (*changed, *casts)) and len(changed) == len(casts) == 3 and not seen
-
-
-def _train_with_custom_op() -> tuple[list[bool], bool]:
-    """Whether the forward and the backward function of each step were ops; whether the numbers are those of eager."""
-    import freescale
-
-    was_op: list[bool] = []
-
-    @torch.library.custom_op("freescale_tests::cube", mutates_args=())
-    def cube(x: torch.Tensor) -> torch.Tensor:
-        was_op.append(was_called_as_op())
-        return x**3
-
-    @torch.library.custom_op("freescale_tests::cube_backward", mutates_args=())
-    def cube_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        was_op.append(was_called_as_op())
-        return 3 * x**2 * grad
-
-    cube.register_fake(torch.empty_like)
-    cube_backward.register_fake(lambda x, grad: torch.empty_like(x))
-    cube.register_autograd(
-        lambda ctx, grad: cube_backward(ctx.saved_tensors[0], grad),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    )
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = freescale.ShardedEmbedding(20, 4, name="item", lr=0.5)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return cube(self.table(ids)).sum()
-
-    model, ids = Model(), torch.tensor([3, 5, 3])
-    start, weights = model.table.weight.clone(), []
-    run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "inductor", "strict": True})
-    for step in range(4):
-        model.table.weight.copy_(start)
-        (model if step == 0 else run)(ids).backward()
-        weights.append(model.table.weight.clone())
-    return was_op[-2:], all(torch.equal(w, weights[0]) for w in weights) and not torch.equal(start, weights[0])
-
-
-def test_custom_ops_of_a_model_are_functions_in_its_graphs():
-    ((was_op, same),) = run_ranks(_train_with_custom_op, 1)
-    assert was_op == [False, False] and same
