@@ -58,10 +58,9 @@ class DirectOps:
         """The op as such a function; the op itself where somebody watches ops."""
         op = getattr(getattr(torch.ops, self._namespace), name).default
         function, on_gpu = self._functions[name], self._on_gpu.get(name)
-        modes = torch._C._len_torch_dispatch_stack
 
         def call(*args: Any) -> Any:
-            if logs.profiling() or modes():
+            if logs.ops_are_watched():
                 return op(*args)
             return function(*args) if on_gpu is None or not args[0].is_cuda else on_gpu(*args)
 
@@ -92,14 +91,13 @@ def _function_of_custom_op(name: str) -> Function | None:
     if definition is None or not _is_function(definition):
         return None
     op, kernels, seen = definition._opoverload, definition._backend_fns, set[Any]()
-    modes = torch._C._len_torch_dispatch_stack
     positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
     floats = [i for i, a in enumerate(op._schema.arguments) if "float" in str(a.type)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
         kernel = kernels.get("cuda" if on_gpu else "cpu") or kernels.get(None)
-        if kernel is None or kernel not in seen or logs.profiling() or modes():
+        if kernel is None or kernel not in seen or logs.ops_are_watched():
             seen.add(kernel)
             return op(*args, **kwargs)
         for argument in positional[len(args) :] if kwargs else ():  # as the dispatcher hands them over
@@ -152,4 +150,3 @@ def probe() -> None:
 
     assert "compiled_fn_runner" in CompiledFxGraph.__annotations__
     assert {"_backend_fns", "_qualname"} <= set(CustomOpDef.__init__.__code__.co_names)
-    assert torch._C._len_torch_dispatch_stack() == 0

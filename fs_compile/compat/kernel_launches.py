@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from freescale.compat import logs
+
 _ADDRESS = "O"  # of a tensor, in what the launcher is told of its arguments' types
 
 
@@ -54,12 +56,8 @@ class ShortLaunches:
 
 
 def _unless_watched(launch: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    profiler, modes = torch.autograd.profiler, torch._C._len_torch_dispatch_stack
-
     def call(*args: Any, stream: Any) -> Any:
-        if profiler._is_profiler_enabled or modes():
-            return run(*args, stream=stream)
-        return launch(*args, stream=stream)
+        return (run if logs.ops_are_watched() else launch)(*args, stream=stream)
 
     return call
 

@@ -13,6 +13,11 @@ def profiling() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
+def ops_are_watched() -> bool:
+    """By a profiler, or by a mode: whoever calls an op or launches a kernel goes the way on which that is seen."""
+    return torch.autograd.profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack() > 0
+
+
 def log_once(name: str) -> None:
     """Lines of a log to which TORCH_LOGS gave a handler do not go to the root's handlers too, as with torch's own."""
     from torch._logging._internal import _is_torch_handler
@@ -32,4 +37,5 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 def probe() -> None:
     """Raise if a private name that is used here is gone. Cheap, needs no process group."""
     assert isinstance(profiling(), bool) and callable(torch._logging.trace_structured)
+    assert torch._C._len_torch_dispatch_stack() == 0
     log_once("freescale")
