@@ -198,11 +198,14 @@ def test_what_is_more_than_a_function_stays_an_op():
     assert all(call(torch.ones(2)).shape == (2, 1) for _ in range(3)) and lists == [(True, list)] * 3
     library = torch.library.Library("freescale_tests", "FRAGMENT")
     library.impl("scale_elsewhere", lambda x, by, bias=None, *, times=1: x - 5, "CPU")
-    for op in (changing, cast, overridden):
+    elsewhere, of_elsewhere = define("scale_on_other_devices")
+    elsewhere.register_kernel("xpu", lambda x, by, bias=None, *, times=1: x)  # which we know nothing of
+    for op in (changing, cast, overridden, elsewhere):
         call, x = calls_of(op, "x, 2.0", {}), torch.ones(2)
         before = x._version
         for _ in range(3):
             result = call(x)
         assert op is not changing or x._version > before
         assert op is not overridden or torch.equal(result, torch.full((2,), -4.0))
-    assert all(c[0] for c in (*changed, *casts)) and len(changed) == len(casts) == 3 and not seen
+    assert all(c[0] for c in (*changed, *casts, *of_elsewhere)) and not seen
+    assert len(changed) == len(casts) == len(of_elsewhere) == 3
