@@ -55,6 +55,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.freescale-is-set-up
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --no-warn-conflicts $(PIP_ARGS)
 PACKAGES := fs_compile passes kernels runtime
+LIBRARY := kernels/native/_native.abi3.so
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test lint figures doctor clean
@@ -63,7 +64,12 @@ PACKAGES := fs_compile passes kernels runtime
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) ## create the virtual environment for TORCH (2.14.1) and install everything into it
+setup: $(LIBRARY) ## create the virtual environment for TORCH (2.14.1) and install everything into it
+
+# Who changes the C code has it built again, and nothing else installed.
+$(LIBRARY): setup.py $(wildcard kernels/native/*.[ch]) | $(STAMP)
+	@echo "Building the C code."
+	@$(PIP) --no-deps --no-build-isolation -e .
 
 $(STAMP): pyproject.toml Makefile
 	$(if $(TORCHREC),,$(error TORCH must be 2.11.x to 2.15.x, found $(TORCH)))
@@ -94,10 +100,10 @@ $(STAMP): pyproject.toml Makefile
 	@touch $@
 	@echo "Ready: $(BIN)/python. Next: make doctor, make test, make train."
 
-train: $(STAMP) ## train the example for STEPS (20) steps on RANKS processes (one for each GPU, or two on the CPU)
+train: $(LIBRARY) ## train the example for STEPS (20) steps on RANKS processes (one for each GPU, or two on the CPU)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_hstu.py --steps $(STEPS) $(ARGS)
 
-test: $(STAMP) ## run the quick tests (THOROUGH=1: the thorough ones too, SLOW=1: all, ONLY=thorough: those alone, FRESH=1: other random numbers); those for a GPU skip themselves where there is none
+test: $(LIBRARY) ## run the quick tests (THOROUGH=1: the thorough ones too, SLOW=1: all, ONLY=thorough: those alone, FRESH=1: other random numbers); those for a GPU skip themselves where there is none
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 $(if $(MARKS),-m "$(MARKS)") $(ARGS)
 
 lint: $(STAMP) ## check style (ruff) and types (mypy)
@@ -106,10 +112,10 @@ lint: $(STAMP) ## check style (ruff) and types (mypy)
 	@for f in fs_compile/* $(wordlist 2,9,$(PACKAGES)); do ln -s ../../../$$f build/types/freescale/; done
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p freescale
 
-figures: $(STAMP) ## simulate and draw the figures of docs/paper.md (some minutes; ARGS="--only ranks": one of them)
+figures: $(LIBRARY) ## simulate and draw the figures of docs/paper.md (some minutes; ARGS="--only ranks": one of them)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/figures.py $(ARGS)
 
-doctor: $(STAMP) ## say what is installed, what works here and what is missing
+doctor: $(LIBRARY) ## say what is installed, what works here and what is missing
 	@$(BIN)/python -m freescale doctor
 
 clean: ## remove builds and caches; the virtual environments stay

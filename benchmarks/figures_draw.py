@@ -147,7 +147,7 @@ def contention(data: dict[str, Any]) -> Any:
         axes.barh(places, [kept[w, beside] for w in works], 0.27, color=color, label=f"beside {beside}")
     axes.set_yticks(range(len(works)), [w.replace(", fwd + bwd", "") for w in works])
     axes.invert_yaxis()
-    axes.set_xlim(65, 104)
+    axes.set_xlim(0, 104)
     finish(axes, f"% of the speed alone ({data['gpu']}, measured)", "", "", bottom=None)
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.4, 1.12), ncols=3)
     return figure

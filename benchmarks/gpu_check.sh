@@ -89,6 +89,7 @@ start tests_transports_4 1 400 "${gpu[@]}" "${training}[4]"
 start tests_nccl 1 400 "${gpu[@]}" tests/kernels/test_nccl.py
 start tests_transports_2 1 400 "${gpu[@]}" "${training}[2]"
 start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py tests/compile/test_kernel_launches.py tests/runtime/tables/test_plan_block.py tests/runtime/tables/test_fbgemm_table.py tests/runtime/tables/test_native_adam.py --deselect "$training"
+start torchrec 1 400 "${gpu[@]}" tests/kernels/test_torchrec_gpu.py tests/kernels/test_gpu_loops.py tests/models/test_torchrec_own.py
 start lookahead 1 200 "${gpu[@]}" tests/runtime/lookahead/test_begun_step.py
 start nixl 1 200 "${gpu[@]}" tests/kernels/test_nixl.py
 start transports 1 300 "${gpu[@]}" tests/kernels/test_transports.py
@@ -97,7 +98,7 @@ start hstu 1 200 "${gpu[@]}" tests/models/test_hstu_attention.py tests/models/te
 start train 1 250 "${gpu[@]}" tests/models/test_train_example.py
 start sanitizer_rows 1 300 "${sanitizer[@]}" tests/kernels/test_row_kernels.py
 start sanitizer_dispatch 1 300 "${sanitizer[@]}" tests/kernels/test_sample_packing.py
-start dense 1 200 "${gpu[@]}" tests/runtime/test_dense_gradients.py
+start dense 1 200 "${gpu[@]}" tests/runtime/test_dense_gradients.py tests/runtime/tables/test_ddp.py
 start balance 1 300 "${gpu[@]}" tests/runtime/samples/test_split_batch.py tests/runtime/test_meter.py
 finish
 check kernels_gpu 1 150 python3 benchmarks/kernels_gpu.py $quick --json "$results/kernels_gpu.json"

@@ -198,7 +198,7 @@ def measure(peers: int, driver: CudaDriver, device: str, steps: int) -> dict[str
 def main() -> None:
     args = parser(__doc__, "50 steps instead of 500, three numbers of peers").parse_args()
     if issue_native._functions() is None:
-        raise SystemExit("freescale: transfers.c cannot be built here; there is nothing to compare")
+        raise SystemExit("freescale: there is no C library to compare with")
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     driver = CudaDriver(torch.device("cuda", 0)) if on_gpu else NoDriver()

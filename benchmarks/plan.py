@@ -89,7 +89,7 @@ class OneRank:
     def stand_in(self, sockets: list[socket.socket]) -> threading.Thread:
         """A thread that is all other ranks for one batch."""
         rows, counts = self.rows[-1], np.diff(np.searchsorted(self.asked[-1], np.arange(self.world + 1) * self.block))
-        headers = [np.array([0, 0, r.shape[0], -1, 0]) for r in rows]  # row_requests.header_width(1)
+        headers = [np.array([0, 0, -1, 0, r.shape[0], -1, 0]) for r in rows]  # row_requests.header_width(1)
         messages = [(headers, [h.nbytes for h in headers]), (rows, counts[1:] * 8)]
         if len(self.asked) == 2:
             messages.append((self.flags(), [a.shape[0] + b.shape[0] for a, b in zip(*self.rows, strict=True)]))
@@ -130,7 +130,7 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.S
         (planned,) = read()
         clock.append(time.thread_time())
         arrays = _tensors(memory, planned.rows)
-        values = step_plan.count_values({})
+        values = step_plan.count_values({}, None)
         after = step_plan.plan_rows(number, arrays, values, planned.row_counts, planned.urgent_entries, like)
         if before is not None:
             step_plan.plan_gradients(before, _tensors(memory, planned.gradients), planned.gradient_counts)

@@ -121,7 +121,7 @@ def train(trainee: Trainee, data: Any, watch: step_gpu_profile.DeviceProfile | N
 
 
 def meeting_ms_of(step: Any) -> float:
-    from freescale.runtime.meter import MEETING
+    from freescale.views.step_parts import MEETING
 
     return sum(r.wait_ended - r.wait_began for r in step.records if r.label == MEETING) * 1e3
 
@@ -229,7 +229,7 @@ def meetings(ranks: list[list[Block]]) -> np.ndarray:
 def meeting(ranks: list[list[Block]]) -> dict[str, float]:
     """What the meeting of the ranks takes of a training thread's time: with the wait for the last rank, and without it
     (of the rank that waits least: it came last). `stalled`: as far as the compute stream had nothing to do."""
-    from freescale.runtime.meter import MEETING
+    from freescale.views.step_parts import MEETING
 
     each, stalled = meetings(ranks), [ms for blocks in ranks for b in blocks for ms in b.waits.get(MEETING, [])]
     found = {"mean": float(each.mean()), "median": float(np.median(each)), "last_rank": float(np.median(each.min(0)))}

@@ -138,8 +138,7 @@ def build_native(args: argparse.Namespace, device: torch.device) -> Any:
     torch.manual_seed(0)
     tables = NativeTables(args.items, 16, args.dim, device)
     model = recommender(args, tables).to(device)
-    # Tables are buffers, of which each rank has its own rows.
-    return torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    return torch.nn.parallel.DistributedDataParallel(model)
 
 
 def build_torchrec(args: argparse.Namespace, device: torch.device) -> Any:

@@ -1,7 +1,7 @@
 """The entry point behind `torch.compile(model, backend="freescale")`.
 
-Importing this module, which torch does when the backend's name is first used, prepares Dynamo and gives
-TorchRec's sharded collections a forward that can be traced. Nothing else is needed from the user.
+Torch imports this module when the backend's name is first used. What that changes is in install.py. Nothing else is
+needed from the user.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from freescale import config, dense_gradients
-from freescale.compat import backports, compiled_modules, dynamo, dynamo_settings, inductor, logs, planned_sizes
+from freescale import config, dense_gradients, install
+from freescale.compat import dynamo, dynamo_settings, inductor, planned_sizes
 from freescale.driver import Driver
 from freescale.kernels.ops.schemas import direct_ops
 from freescale.kernels.transports import open_transports
 from freescale.runtime import agreement, graph_watch
-from freescale.runtime.tables import torchrec_patch, torchrec_support
+from freescale.runtime.tables import torchrec_collection, torchrec_support
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +50,17 @@ def freescale(
         COMPILED[frame] = COMPILED.get(frame, 0) + 1
         if not _has_exchange(gm) and "dense" not in (options or {}):  # an option may differ from model to model
             dense_gradients.compare_settings(gm, inputs, cfg)
-        with agreement.while_compiling(cfg.timeout), planned_sizes.without_contiguity():
+        with agreement.while_compiling(cfg.timeout):
             before_first_run = dense_gradients.average_in_graph(gm, inputs, cfg)
             before_each_run = dense_gradients.before_each_run(gm, cfg)
             compiled = _compile(gm, inputs, Driver(cfg))
         planned_sizes.drop_implied_guards()
     except Exception as error:
-        agreement.post_failure(error)
+        retried = dynamo_settings.depends_on_data(error) and torchrec_collection.collections_to_trace_again()
+        if dynamo.traces_again(error) or retried:  # install.py does so
+            COMPILED[frame] -= 1
+        else:
+            agreement.post_failure(error)
         raise
     if not _has_exchange(gm):
         return compiled
@@ -85,7 +89,7 @@ def _has_exchange(gm: fx.GraphModule) -> bool:
 
 def _needs_other_ranks(gm: fx.GraphModule) -> bool:
     """For more than launches of rows that were planned beforehand, and waits for them."""
-    collective = ("c10d", "distributed", "plan_now", "checked_rows", "checked_weights")
+    collective = ("c10d", "distributed", "plan_now", "count_values", "checked_rows", "checked_weights")
     return any(name in t for t in _targets(gm) if "wait_tensor" not in t for name in collective)
 
 
@@ -131,26 +135,4 @@ def _meet_before_first_run(
     return run
 
 
-def _prepare() -> config.Config:
-    logs.log_once("freescale")
-    try:
-        cfg = config.load()
-    except config.ConfigError as error:
-        agreement.post_failure(error)
-        raise
-    changed = dynamo_settings.apply_dynamo_settings(cfg.dynamic)
-    for name, (before, after) in changed.items():
-        log.info("torch._dynamo: %s was %r, is %r", name, before, after)
-    if "optimize_ddp" in changed:
-        log.info("DDP: Dynamo no longer cuts the graph at DDP's buckets; DDP still averages the gradients")
-    if cfg.dynamic:
-        dynamo_settings.specialize_sizes_of_one()
-    backports.backport_empty_grids()
-    backports.backport_fake_of_fake()
-    backports.backport_open_slices()
-    compiled_modules.load_eager_checkpoints(freescale)
-    torchrec_patch.patch_torchrec()
-    return cfg
-
-
-_process = _prepare()
+_process = install.install(freescale)

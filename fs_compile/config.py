@@ -114,6 +114,9 @@ class Config:
         "are rounded up or down so that their mean is right, as those of `fp8` always are",
         ("fp32", "fp16", "bf16", "fp8", "fp16,stochastic", "bf16,stochastic"),
     )
+    progress: bool = _flag(
+        True, "Rank 0 reports on standard error which graph is being compiled, and how long it took"
+    )
     record: str = _flag(
         "", "Folder for a record of what happened, one file per rank, for `python -m freescale report`; empty: none"
     )
@@ -178,7 +181,8 @@ class Config:
 
     def affecting_graphs(self) -> dict[str, Any]:
         """The settings that the compiled code may depend on, and that all ranks must have in common."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "record"}
+        reporting = ("progress", "record")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in reporting}
 
     def enabled_passes(self) -> tuple[str, ...]:
         """The names of the passes that run, in order."""

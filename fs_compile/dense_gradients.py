@@ -175,8 +175,8 @@ def _say_that_ddp_averages(theirs: list[ParameterInput], cfg: Config) -> None:
 
 @cache
 def _refuse_ddp_from_now_on() -> None:
-    def check(module: nn.Module) -> None:
-        for name, parameter in module.named_parameters():
+    def check(wrapper: DistributedDataParallel) -> None:
+        for name, parameter in wrapper.module.named_parameters():
             if parameter in AVERAGED_IN_GRAPHS and not module_state.left_out_of_ddp(parameter):
                 raise ConfigError(
                     f"FREESCALE_DENSE=allreduce: compiled graphs average the gradient of {name} already; "

@@ -52,7 +52,7 @@ class Facts:
     transports: dict[str, str] = field(default_factory=dict)  # "yes", or "no: " and the reason
     transport_rule: list[str] = field(default_factory=list)  # how `auto` chooses, in sentences
     tables: dict[str, str] = field(default_factory=dict)  # the same as of transports
-    c_code: dict[str, str] = field(default_factory=dict)  # the same; without it Python does the same, more slowly
+    c_library: str = "no"  # the same; without it Python does the same, more slowly
     settings: dict[str, Any] | None = None  # None: a flag is bad
     missing: list[Missing] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ def examine() -> Facts:
     else:
         _examine_torch(facts, torch)
         _examine_triton(facts)
-        _examine_c_code(facts)
+        _examine_c_library(facts)
     _examine_tables(facts)
     _examine_install(facts)
     try:
@@ -160,15 +160,14 @@ def _examine_triton(facts: Facts) -> None:
         )
 
 
-def _examine_c_code(facts: Facts) -> None:
-    from freescale.kernels.native import build
+def _examine_c_library(facts: Facts) -> None:
+    from freescale.kernels.native import c_library
 
-    for purpose, files in build.LIBRARIES.items():
-        why = build.problem(*files)
-        facts.c_code[purpose] = "yes" if why is None else f"no: {why}"
-    if any(found != "yes" for found in facts.c_code.values()):
-        remedy = "Install gcc or clang: without it Python does the same more slowly, and holds its lock."
-        facts.missing.append(Missing("a C compiler that builds freescale's C code", remedy))
+    why = c_library.problem()
+    facts.c_library = "yes" if why is None else f"no: {why}"
+    if why is not None:
+        remedy = "Python does the same more slowly, and holds the GIL."
+        facts.missing.append(Missing(f"freescale's C library: {why}", remedy))
 
 
 def _examine_tables(facts: Facts) -> None:
@@ -254,7 +253,7 @@ def in_words(facts: Facts) -> str:
         "Process-group backends": [f"{k}: {yes_no[v]}" for k, v in facts.process_groups.items()] or ["none"],
         "Transports": [*(f"{k}: {v}" for k, v in facts.transports.items()), *facts.transport_rule] or ["none"],
         "Tables": [f"{k}: {v}" for k, v in facts.tables.items()],
-        "C code": [f"{k}: {v}" for k, v in facts.c_code.items()] or ["none"],
+        "C code": [f"library: {facts.c_library}"],
         "Settings": _aligned({k: int(v) if isinstance(v, bool) else v for k, v in settings.items()}),
         "Missing": [f"{m.what.rstrip('.')}. {m.remedy}" for m in facts.missing] or ["Nothing is missing."],
     }

@@ -26,7 +26,7 @@ import freescale.kernels
 import freescale.passes
 import freescale.runtime
 from freescale import graph_records, progress
-from freescale.compat import fx_values, inductor, logs
+from freescale.compat import dynamo, fx_values, inductor, logs
 from freescale.compile_once import compiling_once
 from freescale.config import Config
 from freescale.graph_records import GraphRecord
@@ -116,19 +116,24 @@ class Driver(inductor.CustomGraphPass):
             inductor.bind_order(graph, control_dependencies(graph))
 
     def around_compile(self, gm: fx.GraphModule, compile_graph: Callable[[], Any]) -> Any:
-        """Compile one graph: say so before and after, and keep what the passes did for when it comes out of a cache."""
-        direction, n = direction_of(gm.graph), count_exchanges(gm.graph)
-        progress.say(f"compiling the {direction} graph ({n} exchange{'s' * (n != 1)}); this can take a minute")
+        """Compile one graph: report begin and end, and keep what the passes did for when it comes out of a cache."""
+        direction, n, printed = direction_of(gm.graph), count_exchanges(gm.graph), self.cfg.progress
+        doing = f"compiling the {direction} graph"
+        progress.say(f"{doing} ({n} exchange{'s' * (n != 1)}); this can take a minute", printed)
         self._record, hits, start = None, inductor.cache_hits(), time.perf_counter()
         # the backward graph is compiled by itself
-        with agreement.while_compiling(self.cfg.timeout), compiling_once(gm, self.uuid(), self.cfg.timeout):
+        with (
+            agreement.while_compiling(self.cfg.timeout),
+            progress.repeating(doing, printed),
+            compiling_once(gm, self.uuid(), self.cfg.timeout),
+        ):
             compiled = compile_graph()
         spent, key = time.perf_counter() - start, inductor.cache_key(compiled)
         if inductor.cache_hits() > hits:
-            progress.say(f"the {direction} graph came out of torch's cache after {spent:.1f} s")
+            progress.say(f"loaded the {direction} graph from torch's cache in {spent:.1f} s", printed)
             self._recall(direction, key, spent)
         else:
-            progress.say(f"the {direction} graph is compiled after {spent:.1f} s")
+            progress.say(f"compiled the {direction} graph in {spent:.1f} s", printed)
             if self._record is not None:
                 self._to_file(self._record, spent, from_cache=False)
                 if key is not None:
@@ -151,7 +156,7 @@ class Driver(inductor.CustomGraphPass):
         """A graph without collectives came out of AOTAutograd's cache, with its backward graph if it is trained."""
         for direction in ("forward", "backward") if trained else ("forward",):
             REPORT.from_cache[direction] += 1
-            log.info("the %s graph, which has no collectives, came out of torch's cache", direction)
+            log.info("loaded the %s graph, which has no collectives, from torch's cache", direction)
 
     def _recall(self, direction: str, key: str | None, spent: float) -> None:
         REPORT.from_cache[direction] += 1
@@ -176,7 +181,9 @@ class Driver(inductor.CustomGraphPass):
 
     def _to_file(self, record: GraphRecord, seconds: float, from_cache: bool) -> None:
         if (recorder := recording.recorder(self.cfg.record)) is not None:
-            recorder.add("graph", {**asdict(record), "seconds": seconds, "from_cache": from_cache})
+            compilation = dynamo.current_compile_id()  # the same for its backward graph, which is compiled later
+            entry = {**asdict(record), "compilation": compilation, "seconds": seconds, "from_cache": from_cache}
+            recorder.add("graph", entry)
 
     def _apply_pass(self, record: GraphRecord, name: str, apply: freescale.passes.Pass, gm: fx.GraphModule) -> int:
         try:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LATE, URGENT, implement, lib
-from freescale.kernels.planning import exchange_plan, row_requests
+from freescale.kernels.planning import exchange_plan, keyed_lengths, row_requests
 from freescale.kernels.planning.batch_plan import unless_nobody_sends
 from freescale.kernels.transports import c10d, launch_record
 
@@ -133,31 +133,49 @@ def update_(token, grad, rows, order, ends, priority, table):
     return torch.empty_like(token)
 
 
-def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
+def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name, fault=None):
     table_registry.count_lookup(table)
     device = ids[0].device
     owners = exchange_plan.OwnerMap(bounds, shifts, starts)
     group = distributed.group_by_name(group_name)
     with launch_record.record_host_wait("planning in the step"):
-        requests = row_requests.request_rows([i.cpu() for i in ids], firsts, sizes, owners, table, group)
+        on_host = [i.cpu() for i in ids]
+        requests = row_requests.request_rows(on_host, firsts, sizes, owners, table, group, _fault(fault))
     needed, own = requests.needed, exchange_plan.deduplicate(requests.rows)
     as_requester = [t.to(device) for t in (requests.inverse, needed.order, needed.ends)]
     as_owner = [t.to(device) for t in (own.values, own.order, own.ends)]
     return (*as_requester, requests.recv_counts, requests.rows.to(device), requests.send_counts, *as_owner)
 
 
-def checked_rows(ids, firsts, sizes, table, group_name):
+def checked_rows(ids, firsts, sizes, table, group_name, fault=None):
     group = distributed.group_by_name(group_name)
     invalid = exchange_plan.first_invalid_id(ids, sizes)
     with launch_record.record_host_wait("planning in the step"):
-        row_requests.compare_invalid_ids(invalid, table, group)
+        row_requests.compare_invalid_ids(invalid, table, group, _fault(fault))
     return torch.cat([i.long() + first for i, first in zip(ids, firsts, strict=True)])
 
 
-def count_values(lengths, reader):
-    """The sums of lengths [keys, samples]. `reader` keeps AOTAutograd from making one node of those of two readers: the
-    sizes that the second has from it would have nothing left that says what they are."""
-    return lengths.sum(1)
+def _fault(numbers):
+    return keyed_lengths.NO_FAULT if numbers is None else keyed_lengths.Fault(*numbers.tolist())
+
+
+def count_values(lengths, offsets, values, keys, unique_keys, reader, group_name=None):
+    """The sum of each key's lengths, and a keyed_lengths.Fault as numbers: with one, sums are such that nothing is read
+    past the values until plan_now raises. Both on the host, which waits for the device.
+
+    `group_name`: where no plan_now follows, this raises on every rank of the group. `reader` names the tables, and
+    keeps AOTAutograd from making one node of those of two readers: the sizes that the second has from it would have
+    nothing left that says what they are."""
+    lengths, offsets = lengths.cpu(), None if offsets is None else offsets.cpu()
+    fault = keyed_lengths.find_fault(keys, unique_keys, lengths, offsets, values.shape[0])
+    if group_name is not None:
+        with launch_record.record_host_wait("planning in the step"):
+            row_requests.compare_invalid_ids(None, reader, distributed.group_by_name(group_name), fault)
+    if fault.kind:
+        counts = torch.tensor([values.shape[0]] + [0] * (keys - 1))
+    else:
+        counts = lengths.reshape(keys, lengths.shape[0] // keys).sum(1, dtype=torch.int64)
+    return counts, torch.tensor(fault)
 
 
 def checked_weights(weights, ids, features, group_name):
@@ -167,26 +185,56 @@ def checked_weights(weights, ids, features, group_name):
     return weights.clone()
 
 
-def expect_ids(token, ids, planned, step, table):
-    """The plan is for these very ids."""
-    require_planned(ids, planned, step, table, lambda a, b: (a == b).all())
+def expect_ids(token, ids, planned, step, table, lengths=None, counts=None, fault=None):
+    """The plan is for these very ids, and for so many of each key: `counts` are planned, `lengths` [keys, samples].
+
+    `fault`: of lengths that were not planned. count_values has raised if there is one, so it must come before whatever
+    reads rows by these lengths."""
+    require_planned(ids, planned, step, table, _equal)
+    if lengths is not None:
+        require_counts(lengths, counts, step, table, has_counts)
     return torch.empty_like(token)
 
 
 def require_planned(ids, planned, step, table, equal):
-    """On a GPU the comparison is the device's, so nothing waits for it here."""
     table_registry.count_lookup(table)
-    message = (
-        f"freescale: {table}: the ids that reached the model are not those of batch {step.tolist()}, which is the next "
-        "that the LookaheadLoader handed out; pass each of its batches to the model once, in order"
-    )
     got = torch.cat([i.long() for i in ids]) if len(ids) != 1 else ids[0]
     if got.shape != planned.shape:
-        raise RuntimeError(f"{message} (planned {planned.shape[0]} ids, found {got.shape[0]})")
-    if got.is_cuda:
-        torch._assert_async(equal(got, planned), message)
-    elif not equal(got, planned):
-        raise RuntimeError(message)
+        found = f" (planned {planned.shape[0]} ids, found {got.shape[0]})"
+        raise RuntimeError(_not_planned("ids", step, table) + found)
+    _require(equal(got, planned), "ids", step, table)
+
+
+def require_counts(lengths, counts, step, table, has_counts):
+    _require(has_counts(lengths, counts), "lengths", step, table)
+
+
+def has_counts(lengths, counts):
+    """Whether no length is negative and those of each key add up to its count: then all that the lengths say is within
+    the rows of their key. (Where in a key its samples end is not planned: that may change.)"""
+    return (lengths >= 0).all() & _equal(lengths.sum(1), counts)
+
+
+def _equal(a, b):
+    return (a == b).all()
+
+
+MAX_MESSAGE = 254  # bytes of what a device can say
+
+
+def _require(fine, what, step, table):
+    """On a GPU the device raises, so nothing waits for it here: what comes later in its stream does not run."""
+    if fine.is_cuda:
+        torch._assert_async(fine, _not_planned(what, step, table)[:MAX_MESSAGE])
+    elif not fine:
+        raise RuntimeError(_not_planned(what, step, table))
+
+
+def _not_planned(what, step, table):
+    return (
+        f"freescale: {table}: the {what} that reached the model are not those of batch {step.tolist()}, which is the "
+        "next that the LookaheadLoader handed out; pass each of its batches to the model once, in order"
+    )
 
 
 for _fn in (

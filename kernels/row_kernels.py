@@ -46,14 +46,16 @@ def sum_rows(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.
     return row_kernels_triton.sum_segments(x.contiguous(), order, ends)
 
 
-def expect_ids(token, ids, planned, step, table):
-    """reference.expect_ids, with one kernel that compares."""
+def expect_ids(token, ids, planned, step, table, lengths=None, counts=None, fault=None):
+    """reference.expect_ids, with one kernel for each comparison."""
     from freescale.kernels import row_kernels_triton
 
     def equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return row_kernels_triton.equal(a.contiguous(), b)
 
     reference.require_planned(ids, planned, step, table, equal)
+    if lengths is not None:
+        reference.require_counts(lengths.contiguous(), counts, step, table, row_kernels_triton.has_counts)
     return torch.empty_like(token)
 
 

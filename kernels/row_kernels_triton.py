@@ -284,6 +284,27 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@triton.jit(do_not_specialize=["samples"])
+def _has_counts(lengths, counts, out, samples, BLOCK: tl.constexpr):
+    """One program for each key."""
+    key = tl.program_id(0).to(tl.int64)
+    total, negative = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, samples, BLOCK):
+        position = first + tl.arange(0, BLOCK).to(tl.int64)
+        length = tl.load(lengths + key * samples + position, mask=position < samples, other=0).to(tl.int64)
+        total += length
+        negative |= (length < 0).to(tl.int32)
+    tl.store(out + key, (tl.max(negative, 0) == 0) & (tl.sum(total, 0) == tl.load(counts + key)))
+
+
+def has_counts(lengths: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """reference.has_counts, of contiguous tensors."""
+    out = torch.empty(lengths.shape[0], dtype=torch.bool, device=lengths.device)
+    if lengths.shape[0]:
+        launch(_has_counts, (lengths.shape[0],), lengths, counts, out, lengths.shape[1], 1024, num_warps=4)
+    return out.all()
+
+
 def sum_segments(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((ends.shape[0], x.shape[1]))
     _launch(x, order, ends, out, None, None, None, 0.0, 0.0, SUM)

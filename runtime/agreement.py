@@ -8,6 +8,7 @@ itself, and nobody waits for it. For a rank that is late, the others wait as lon
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -15,7 +16,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -33,6 +33,7 @@ _COMPILING = "freescale/compiling"
 _EVERYONE = "all"
 _BEAT_SECONDS = 5.0  # between two signs that a rank is compiling; less where the time-out is short
 _LONGEST_PAUSE = 0.2  # seconds between two questions to the store
+_STORE_SECONDS = 5.0  # for an answer of the store; the rank that keeps it may be the one that is gone
 _LONG_LIST = 8  # entries; of a longer one only what differs is shown
 _generations: Counter[str] = Counter()  # per group of ranks: how often they have agreed
 
@@ -128,6 +129,24 @@ def agree(settings: dict[str, object], timeout: float, group_name: str | None = 
         raise Disagreement(f"freescale: rank {verdict['rank']} failed before the first step: {verdict['error']}")
     if "different" in verdict:
         _compare({rank: meeting.settings_of(rank) for rank in ranks})
+
+
+def first_reason(key: str, reason: str = "", instead_of: str = "") -> str:
+    """Post `reason` in the store for the other ranks, and return the first that a rank has posted there. Without
+    `reason`: return that, or "". `instead_of`: one that `reason` replaces. Never raises, and returns within seconds."""
+    found: list[str] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            found.append(distributed.default_store().compare_set(f"freescale/{key}", instead_of, reason).decode())
+
+    thread = threading.Thread(target=ask, name="freescale-store", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # when the process ends (from Python 3.12 on), or at a limit of threads
+        return reason
+    thread.join(_STORE_SECONDS)
+    return found[0] if found else reason
 
 
 _compared: set[str] = set()
@@ -234,7 +253,7 @@ def _beats(ranks: list[int]) -> dict[int, int]:
     return {rank: store.add(f"{_COMPILING}/{rank}", 0) for rank in ranks}
 
 
-@contextmanager
+@contextlib.contextmanager
 def while_compiling(timeout: float) -> Iterator[None]:
     """Others that wait for this rank are told, now and then, that it is compiling."""
     if not _has_peers():

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from freescale.compat import dynamo
+from freescale.kernels.planning import keyed_lengths
+
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -43,11 +46,14 @@ def _named_leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _find_features(batch: Any, wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(feature, tensor or KeyedJaggedTensor that holds its ids) for each place in the batch where a wanted one is."""
-    for name, x in _named_leaves("", batch):
+    """(feature, tensor or KeyedJaggedTensor that holds its ids) for each place in the batch where a wanted one is. What
+    has the name of a key of a KeyedJaggedTensor is not that feature: a label, for example."""
+    named = list(_named_leaves("", batch))
+    keys = {key for _, x in named if is_kjt(x) for key in x.keys()}
+    for name, x in named:
         if is_kjt(x):
             yield from ((key, x) for key in x.keys() if key in wanted)
-        elif name in wanted and x.dtype in _INTEGERS:
+        elif name in wanted and name not in keys and x.dtype in _INTEGERS:
             yield name, x
 
 
@@ -92,12 +98,11 @@ def feature_ids_and_counts(batch: Any, wanted: Iterable[str]) -> tuple[dict[str,
     ids: dict[str, torch.Tensor] = {}
     places = list(_find_features(batch, wanted))
     host = _ids_on_host([x for _, x in places])
-    splits: dict[int, dict[str, torch.Tensor]] = {}
+    splits = {id(x): _split(x.keys(), *host[id(x)]) for x in {id(x): x for _, x in places if is_kjt(x)}.values()}
     for name, x in places:
         if name in ids:
             raise ValueError(f"freescale: feature {name!r} is in the batch twice; which one to plan cannot be told")
         if is_kjt(x):
-            splits[id(x)] = splits.get(id(x)) or _split(x.keys(), *host[id(x)])
             ids[name] = splits[id(x)][name]
         elif x.dim() != 1:
             raise ValueError(f"freescale: feature {name!r} must be a tensor of 1 dimension, found {x.dim()}")
@@ -115,47 +120,51 @@ def feature_ids_and_counts(batch: Any, wanted: Iterable[str]) -> tuple[dict[str,
 
 
 def _ids_on_host(holders: Sequence[Any]) -> dict[int, list[torch.Tensor]]:
-    """By the id() of each holder, its ids; and the lengths of a KeyedJaggedTensor."""
-    parts = {id(x): [x.values(), x.lengths()] if is_kjt(x) else [x] for x in holders}
-    host = iter(to_host([t for tensors in parts.values() for t in tensors]))
-    return {key: [next(host) for _ in tensors] for key, tensors in parts.items()}
+    """By the id() of each holder, its ids; and the lengths of a KeyedJaggedTensor, and the offsets that it has."""
+    parts = {id(x): [x.values(), x.lengths(), x.offsets_or_none()] if is_kjt(x) else [x] for x in holders}
+    host = iter(to_host([t for tensors in parts.values() for t in tensors if t is not None]))
+    return {key: [next(host) for t in tensors if t is not None] for key, tensors in parts.items()}
 
 
-def _split(keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+def _split(
+    keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     """Values per key; also for a batch without samples, which KJT.to_dict refuses."""
+    fault = keyed_lengths.find_fault(len(keys), keyed_lengths.are_unique(keys), lengths, offsets, values.shape[0])
+    if fault.kind:
+        raise ValueError(f"freescale: {fault.describe()}")
     counts = lengths.view(len(keys), lengths.shape[0] // len(keys)).sum(1).tolist()
     return dict(zip(keys, torch.split(values, counts), strict=True))
 
 
 def describe_structure(x: Any) -> str:
-    """What a batch is made of, in words; equal for batches of the same structure."""
+    """What a batch is made of, in words; equal for batches of the same structure. What holds no tensors may be
+    anything: words, numbers or None."""
     if is_kjt(x):
         return f"KeyedJaggedTensor({', '.join(x.keys())})"
     if isinstance(x, torch.Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} tensor of {x.dim()} dimensions"
-    parts = list(children(x))
-    if isinstance(x, (list, tuple)) and not any(True for _ in leaves(x)):
-        parts = []  # of words or numbers: may have any length
-    inside = ", ".join(f"{name}: {describe_structure(child)}" for name, child in parts)
-    return f"{type(x).__name__}({inside})" if inside else type(x).__name__
+    if not any(True for _ in leaves(x)):
+        return "no tensors"
+    inside = ", ".join(f"{name}: {describe_structure(child)}" for name, child in children(x))
+    return f"{type(x).__name__}({inside})"
 
 
 def summarize_structure(x: Any, found: list[Any]) -> Any:
     """For batches of one structure the same, and quicker to make and to compare than words. (Batches of which it is not
     the same may still have one structure in words.) Adds the batch's `leaves` to `found`."""
-    kind = type(x)
+    kind, others = type(x), len(found)
     if isinstance(x, torch.Tensor):
         found.append(x)
         return x.dtype, x.dim()
-    if kind is dict:
-        return kind, list(x), [summarize_structure(child, found) for child in x.values()]
     if is_kjt(x):
         found.append(x)
         return kind, x.keys()
-    others = len(found)
-    parts = [(name, summarize_structure(child, found)) for name, child in children(x)]
-    words = isinstance(x, (list, tuple)) and len(found) == others  # or numbers: may have any length
-    return kind if words else (kind, parts)
+    if kind is dict:
+        summary: Any = kind, list(x), [summarize_structure(child, found) for child in x.values()]
+    else:
+        summary = kind, [(name, summarize_structure(child, found)) for name, child in children(x)]
+    return summary if len(found) > others else None
 
 
 def to_device(x: Any, device: torch.device) -> Any:
@@ -200,6 +209,12 @@ class BatchEvent:
                 for t in self._tensors:
                     if t.device == device:
                         t.record_stream(current)
+
+
+def versions(holders: Iterable[Any]) -> list[int]:
+    """Of tensors and of the ids and lengths of KeyedJaggedTensors: an in-place write counts one of them up."""
+    parts = ([x.values(), x.lengths()] if is_kjt(x) else [x] for x in holders)
+    return [dynamo.version_of(t) for tensors in parts for t in tensors]
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

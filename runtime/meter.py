@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
+from freescale.compat import distributed
+from freescale.kernels.ops import table_registry
 from freescale.kernels.transports import cuda_driver, launch_record
+from freescale.views.step_parts import BETWEEN_STEPS, LOADER, MEETING, PLANNER, straggling
 
 KEPT = 10_000
-LOADER, PLANNER, MEETING = "loader", "planner", "meeting of the ranks"  # what the host waits for between two steps
-BETWEEN_STEPS = (LOADER, PLANNER, MEETING)
+_MOST_UNTOLD = 64  # steps whose times other ranks may still be told
 
 
 class DeviceStep:
@@ -66,12 +70,56 @@ class DeviceStep:
         return True
 
 
-class FinishedStep(NamedTuple):
+@dataclass(eq=False, slots=True)
+class FinishedStep:
     name: Any
     seconds: float
     records: list[launch_record.LaunchRecord]  # of its launches
     on_device: DeviceStep | None = None
     began: float = 0.0  # by time.perf_counter()
+    longest_busy: float | None = None  # seconds that the rank with the most to do was busy; None: not told
+
+
+class RankTimes:
+    """How long each rank was busy in the steps of one loop. Ranks tell each other with the plans of later batches."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._untold: deque[tuple[int, FinishedStep]] = deque(maxlen=_MOST_UNTOLD)  # of this rank
+        self._steps: dict[int, FinishedStep] = {}  # that not all ranks have told of
+        self._told: dict[int, list[int]] = {}  # of these: how many ranks have, and the most nanoseconds
+
+    def ended(self, number: int, step: FinishedStep | None) -> None:
+        """In the training thread. `step`: None where none came before a batch."""
+        if step is not None and number >= 0:
+            self._untold.append((number, step))
+
+    def tell(self) -> tuple[int, int]:
+        """Number of a step, and nanoseconds; (-1, 0) where there is none whose times are known. In the planning thread,
+        as `hear`."""
+        if not self._untold or not is_known(self._untold[0][1]):
+            return -1, 0
+        number, step = self._untold.popleft()
+        self._steps[number] = step
+        return number, max(round(summary(step)["busy"] * 1e9), 0)
+
+    def hear(self, of_ranks: Sequence[tuple[int, int]] | np.ndarray) -> None:
+        """What each rank has told with a batch."""
+        numbers, times = np.asarray(of_ranks).T
+        first = int(numbers[0])
+        if first in self._steps and first not in self._told and (numbers == first).all():  # as nearly always
+            self._steps.pop(first).longest_busy = int(times.max()) / 1e9
+            return
+        for number, nanoseconds in zip(numbers.tolist(), times.tolist(), strict=True):
+            if number < 0:
+                continue
+            told = self._told.setdefault(number, [0, 0])
+            told[:] = told[0] + 1, max(told[1], nanoseconds)
+            if told[0] == self._world:
+                self._steps.pop(number).longest_busy = self._told.pop(number)[1] / 1e9
+        while len(self._told) > _MOST_UNTOLD:  # a rank that evaluates has lost some
+            self._steps.pop(oldest := next(iter(self._told)), None)
+            del self._told[oldest]
 
 
 class Meter:
@@ -147,28 +195,29 @@ class Meter:
         step        its name: the number of the batch under a LookaheadLoader
         seconds     from its begin to its end, on a GPU by its compute stream: the sum of the following five
         compute     the rest of the step
-        exposed     this rank computed nothing because rows or gradients were not there
+        exposed     this rank computed nothing because rows or gradients were not there, and no rank had more to do
         loader      it waited for the loader to give a batch, or for the batch to be planned
-        straggler   it waited for the other ranks to begin the step. (Where it begins before them, it waits for their
-                    rows instead: `exposed`)
+        straggler   it waited for a rank that had more to do in this step: as far as that rank was longer busy. Ranks
+                    tell each other under a LookaheadLoader, three steps later or so; for a step of which they have not,
+                    the wait for the other ranks to begin it, and the rest is in `exposed`
         host_bound  the GPU had no work while the host did something else before it called the model. (What a GPU waits
                     for between two kernels of a graph is in `compute`; a profile of torch tells.)
+        busy        compute and host_bound: what this rank did itself
         waits       exposed, loader and straggler by what was waited for: "urgent rows of item", "late gradients of
-                    item", "loader", "planner", "meeting of the ranks", ...
+                    item", "dense gradients", "loader", "planner", "meeting of the ranks", ...
         bytes       received, by the same names; where rows are compressed, without what a rank has from itself
         flight      from launch to arrival, by the same names; an upper bound where it arrived before it was waited for
         """
-        return [summary(*s[:4]) for s in self._steps]
+        return [summary(s) for s in self._steps]
 
 
-def summary(
-    name: Any, seconds: float, records: list[launch_record.LaunchRecord], on_device: DeviceStep | None = None
-) -> dict[str, Any]:
+def summary(step: FinishedStep) -> dict[str, Any]:
     """One entry of `Meter.steps`."""
+    seconds, on_device = step.seconds, step.on_device
     waits: dict[str, float] = {}
     sizes: dict[str, int] = {}
     flight: dict[str, float] = {}
-    for r in records:
+    for r in step.records:
         waits[r.label] = waits.get(r.label, 0.0) + r.exposed_seconds()
         sizes[r.label] = sizes.get(r.label, 0) + r.bytes
         flight[r.label] = flight.get(r.label, 0.0) + r.flight_seconds()
@@ -182,16 +231,19 @@ def summary(
             if label in waits:
                 waits[label] *= min(idle, 1.0)
         host_bound = max(on_device.gap_seconds - sum(waits.get(label, 0.0) for label in BETWEEN_STEPS), 0.0)
-    loader, straggler = waits.get(LOADER, 0.0) + waits.get(PLANNER, 0.0), waits.get(MEETING, 0.0)
-    exposed = sum(waits.values()) - loader - straggler
+    loader = waits.get(LOADER, 0.0) + waits.get(PLANNER, 0.0)
+    for_ranks = sum(waits.values()) - loader
+    busy = seconds - loader - for_ranks
+    straggler = straggling(busy, for_ranks, waits.get(MEETING, 0.0), step.longest_busy)
     return {
-        "step": name,
+        "step": step.name,
         "seconds": seconds,
-        "compute": seconds - exposed - loader - straggler - host_bound,
-        "exposed": exposed,
+        "compute": busy - host_bound,
+        "exposed": for_ranks - straggler,
         "loader": loader,
         "straggler": straggler,
         "host_bound": host_bound,
+        "busy": busy,
         "waits": waits,
         "bytes": sizes,
         "flight": flight,
@@ -201,6 +253,22 @@ def summary(
 def is_known(step: FinishedStep) -> bool:
     """Whether a GPU has told all its times."""
     return all(r.read_events() for r in step.records) and (step.on_device is None or step.on_device.read())
+
+
+def record_averages(model: torch.nn.Module, tables: Sequence[str], device: torch.device) -> Callable[[], None]:
+    """Where DDP averages gradients of the model: what a step waits for that at the end of a backward pass, in which the
+    `tables` are updated, is recorded as that for dense gradients. Returns a function that ends it."""
+    if not distributed.wraps_in_ddp(model):
+        return lambda: None
+    updated = 0
+
+    def table_updated() -> None:
+        nonlocal updated
+        updated = (updated + 1) % len(tables)
+        if updated == 0:
+            distributed.around_end_of_backward(lambda: launch_record.begin_wait(launch_record.DENSE, device))
+
+    return table_registry.call_after_backward(tables, table_updated)
 
 
 METER = Meter()

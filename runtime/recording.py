@@ -1,7 +1,8 @@
 """`FREESCALE_RECORD=DIR`: one file per rank, a line of JSON for whatever happened, appended as it goes.
 
     start     run, rank, world, versions, device; the first line
-    graph     what was found and what each pass did, or why not; also of graphs that came out of torch's caches
+    graph     what was found and what each pass did, or why not; also of graphs that were loaded from torch's caches;
+              `compilation`: which forward and backward graph belong together
     step      an entry of freescale.meter.steps() but for what follows from its launches, when it began, and these:
               [label, launched, wait began, wait ended, bytes, exposed, flight], times as whole numbers of 0.1
               microseconds, from the step's begin on: numbers with a point take several times as long to write
@@ -34,6 +35,7 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.runtime import meter
+from freescale.views.step_parts import BETWEEN_STEPS
 
 log = logging.getLogger(__name__)
 
@@ -141,10 +143,10 @@ class Recorder:
             ]
             for r in step.records
         ]  # fmt: skip
-        entry = meter.summary(*step[:4])
+        entry = meter.summary(step)
         waits, _, _ = (entry.pop(name) for name in ("waits", "bytes", "flight"))
         if step.on_device is not None:  # what the host waited for counts in part
-            entry["waits"] = {label: waits[label] for label in meter.BETWEEN_STEPS if label in waits}
+            entry["waits"] = {label: waits[label] for label in BETWEEN_STEPS if label in waits}
         return {**entry, "at": began + self._zero, "launches": launches}
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from freescale.runtime import meter
-
-_PARTS = ("compute", "exposed", "loader", "straggler", "host_bound")
+from freescale.views.step_parts import PARTS
 
 
 def log_to(writer: Any, every: int = 1, prefix: str = "freescale") -> Callable[[], None]:
@@ -29,9 +28,9 @@ def log_to(writer: Any, every: int = 1, prefix: str = "freescale") -> Callable[[
     seen = 0
 
     def write(number: int, step: meter.FinishedStep) -> None:
-        summary = meter.summary(*step[:4])
+        summary = meter.summary(step)
         writer.add_scalar(f"{prefix}/step_seconds", summary["seconds"], number)
-        for part in _PARTS:
+        for part in PARTS:
             writer.add_scalar(f"{prefix}/{part}_share", summary[part] / max(summary["seconds"], 1e-9), number)
 
     def listen(step: meter.FinishedStep) -> None:

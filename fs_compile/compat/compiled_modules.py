@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import eval_frame
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,25 @@ def is_compiled(x: Any) -> bool:
 def compiled_in_place(module: torch.nn.Module) -> bool:
     """By module.compile(...)."""
     return module._compiled_call_impl is not None
+
+
+def called_past_compile() -> torch.nn.Module | None:
+    """The outermost module whose forward leads to the caller, that freescale has compiled in place, and that was not
+    called itself: `model.forward(...)`, which torch does not compile. From Python's stack: there is nothing to hook."""
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename == eval_frame.__file__:
+            return None  # in a call of something compiled, by a graph break or where torch gave up
+        if code.co_name == "forward" and code.co_argcount:
+            values = frame.f_locals
+            module = values.get(code.co_varnames[0])
+            if sys.version_info < (3, 13):
+                values.clear()  # a snapshot, which would keep the tensors of the frame until it ends
+            compiled = isinstance(module, torch.nn.Module) and compiled_in_place(module)
+            found = module if compiled and _backend_name(module) == "freescale" else found
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def count_forward_hooks(module: torch.nn.Module) -> int:
@@ -71,7 +92,12 @@ class AroundCompiledCall:
 
 def backend_of(compiled: Any) -> Any:
     """The backend function of a module that torch.compile returned."""
-    fn = _unwrapped(compiled.dynamo_ctx.callback)
+    return backend_function(compiled.dynamo_ctx.callback)
+
+
+def backend_function(callback: Any) -> Any:
+    """The same inside what Dynamo calls to compile a frame."""
+    fn = _unwrapped(callback)
     return getattr(fn, "compiler_fn", fn)
 
 
@@ -126,6 +152,11 @@ def options_of(compiled: Any) -> dict[str, Any]:
 
     `compiled` is what torch.compile returned, or a module that was compiled in place, or whose forward was compiled.
     """
+    context = _context_of(compiled)
+    return {} if context is None else _options_of_backend(context.callback)
+
+
+def _context_of(compiled: Any) -> Any:
     found: Any
     for found in (getattr(compiled, "_compiled_call_impl", None), compiled, getattr(compiled, "forward", None)):
         context = getattr(found, "dynamo_ctx", None)
@@ -133,8 +164,13 @@ def options_of(compiled: Any) -> dict[str, Any]:
             cells = [cell.cell_contents for cell in found.get_compiler_config.__closure__ or ()]
             context = next((c for c in cells if hasattr(c, "callback")), None)
         if context is not None:
-            return _options_of_backend(context.callback)
-    return {}
+            return context
+    return None
+
+
+def _backend_name(compiled: Any) -> str:
+    context = _context_of(compiled)
+    return "" if context is None else getattr(_unwrapped(context.callback), "compiler_name", "")
 
 
 def options_while_tracing() -> dict[str, Any]:
@@ -161,6 +197,21 @@ def _probe_options() -> None:
     assert options_of(torch.compile(module, backend="eager")) == options_of(module) == {}
 
 
+def _probe_calls() -> None:
+    found: list[torch.nn.Module | None] = []
+
+    class Module(torch.nn.Module):
+        @torch.compiler.disable
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found.append(called_past_compile())
+            return x
+
+    module = Module()
+    module.compile(backend=_Named())
+    module(torch.zeros(1)), module.forward(torch.zeros(1))
+    assert found == [None, module], found
+
+
 class _Named:
     """A backend of our name, for the self test: it compiles nothing."""
 
@@ -181,3 +232,4 @@ def probe() -> None:
     assert not is_compiled(torch._dynamo.disable(probe))  # type: ignore[no-untyped-call]
     assert list(compiled.state_dict(prefix="x.")) == [] and hasattr(compiled, "_load_from_state_dict")
     _probe_options()
+    _probe_calls()

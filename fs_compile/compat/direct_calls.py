@@ -59,10 +59,10 @@ class DirectOps:
         op = getattr(getattr(torch.ops, self._namespace), name).default
         function, on_gpu = self._functions[name], self._on_gpu.get(name)
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **defaults: Any) -> Any:  # which Inductor passes by name before torch 2.13
             if logs.ops_are_watched():
-                return op(*args)
-            return function(*args) if on_gpu is None or not args[0].is_cuda else on_gpu(*args)
+                return op(*args, **defaults)
+            return (function if on_gpu is None or not args[0].is_cuda else on_gpu)(*args, **defaults)
 
         return call
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,10 +38,12 @@ def devices_of_group(group: dist.ProcessGroup) -> tuple[str, ...]:
     return tuple(d.type for d in group._device_types)
 
 
-def gather_ints(mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """What every rank says, in rank order."""
+def gather_ints(
+    mine: Sequence[int], group: dist.ProcessGroup, timeout: timedelta = timedelta(0)
+) -> list[list[int]]:
+    """What every rank says, in rank order. `timeout`: if it is not to be the group's."""
     said, heard = np.array(mine, dtype=np.int64), np.empty((group.size(), len(mine)), dtype=np.int64)
-    group._allgather_base(torch.from_numpy(heard.reshape(-1)), torch.from_numpy(said)).wait()
+    group._allgather_base(torch.from_numpy(heard.reshape(-1)), torch.from_numpy(said)).wait(timeout)
     return heard.tolist()
 
 
@@ -50,6 +52,18 @@ def all_to_all(
 ) -> None:
     """dist.all_to_all_single without what it does around it, which takes as long as a small message."""
     group.alltoall_base(out, x, recv, send).wait()
+
+
+def around_end_of_backward(begin: Callable[[], Callable[[], None]]) -> None:
+    """Called in a backward pass. After its last gradient: call `begin`, let DDP finish its averages, then call what
+    `begin` returned."""
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(lambda: engine.queue_callback(begin()))
+
+
+def wraps_in_ddp(model: torch.nn.Module) -> bool:
+    """DDP averages gradients of the model, or of a part of it."""
+    return any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in model.modules())
 
 
 def start_all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -109,3 +123,23 @@ def probe() -> None:
     assert hasattr(dist.ProcessGroup, "alltoall_base")
     assert hasattr(dist.ProcessGroup, "_get_backend") and dist.default_pg_timeout > timedelta(0)
     assert callable(symmetric.empty) and callable(symmetric.rendezvous)
+    _probe_backward()
+
+
+def _probe_backward() -> None:
+    calls: list[str] = []
+
+    def begin() -> Callable[[], None]:
+        calls.append("begin")
+        return lambda: calls.append("end")
+
+    def hook(grad: torch.Tensor) -> None:
+        around_end_of_backward(begin)
+        queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        queue(lambda: calls.append("between"))
+
+    x = torch.zeros(1, requires_grad=True)
+    x.register_hook(hook)
+    with torch.enable_grad():
+        x.sum().backward()
+    assert calls == ["begin", "between", "end"], calls

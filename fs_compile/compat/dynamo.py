@@ -6,13 +6,15 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch._dynamo import eval_frame
+
+from freescale.compat import dynamo_settings
 
 
 def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,8 +33,8 @@ def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
     @functools.wraps(fn)
-    def call(*args: Any) -> Any:
-        return fn(*args) if callback() is None else disabled(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs) if callback() is None else disabled(*args, **kwargs)
 
     return call
 
@@ -50,6 +52,11 @@ def current_compile_id() -> str:
     """Frame and compilation, as "3/1"; a second number above 0 is a recompilation of that frame."""
     current = torch._guards.CompileContext.current_compile_id()
     return str(current) if current is not None else "?/0"
+
+
+def traces_again(error: Exception) -> bool:
+    """What a backend lets through is no failure: Dynamo has found out something and traces the frame once more."""
+    return isinstance(error, torch._dynamo.exc.RestartAnalysis)
 
 
 _recomputing: weakref.WeakSet[Any] = weakref.WeakSet()  # ShapeEnvs
@@ -73,6 +80,26 @@ def go_on_recomputing_fakes() -> None:
     mode = None if context is None else context.fake_mode
     if mode is not None and mode.shape_env in _recomputing:
         mode.cache_enabled = False
+
+
+def codes_being_traced() -> list[CodeType]:
+    """Of the function that Dynamo traces for freescale now, and of those that it is in inside of it; else none."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if not dynamo_settings.is_tracing():
+        return []
+    translator: Any = InstructionTranslator.current_tx()
+    codes = []
+    while translator is not None:
+        codes.append(translator.f_code)
+        translator = getattr(translator, "parent", None)
+    return codes
+
+
+def forget_compiled(codes: Iterable[CodeType]) -> None:
+    """These are traced again when they are called next."""
+    for code in codes:
+        torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def graph_breaks() -> dict[str, int]:
@@ -128,6 +155,11 @@ def runs_outside_inference_mode(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Counted up by each in-place write. Tensors of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @contextlib.contextmanager
 def autograd_inside_op() -> Iterator[None]:
     """Autograd works inside an op, also where a dispatch mode around it, or inference mode, has switched it off.
@@ -153,14 +185,20 @@ def probe() -> None:
     with torch.inference_mode(), autograd_inside_op():
         assert (torch.zeros(1, requires_grad=True) * 2).requires_grad
     assert torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False)
+    assert version_of(torch.zeros(1).add_(1)) == 1
     marked = torch.zeros(1)
     torch._dynamo.mark_static(marked)
     assert marked._dynamo_static_indices == {0}  # type: ignore[attr-defined]
-    assert current_compile_id() and graph_breaks() is not None
+    assert current_compile_id() and graph_breaks() is not None and not traces_again(ValueError())
     with no_modes():
         pass
     assert callable(torch._guards.TracingContext.try_get)
     _probe_calls()
+    forget_compiled([probe.__code__])
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
+
+    assert callable(InstructionTranslator.current_tx)
+    assert "parent" in inspect.signature(InliningInstructionTranslator.__init__).parameters
     assert isinstance(torch._subclasses.FakeTensorMode().cache_enabled, bool)
 
 

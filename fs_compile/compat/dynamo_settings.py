@@ -1,28 +1,43 @@
-"""What Dynamo is told so that a model with sharded tables becomes one graph, and which sizes it may keep symbolic."""
+"""What holds while Dynamo traces and compiles a model for freescale, and only then: settings, and which sizes are
+symbols. Other models of the process are traced with torch's own settings.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
-import sympy
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+PLANNED = "freescale_plan"  # in the names by which Dynamo knows the tensors of a plan
+_SLOTS = ".slots["  # and those whose sizes are the batch's own, with which the user's model computes (step_plan.py)
+
+_UNBACKED = re.compile(r"\bu\d+\b|unbacked")  # in an error of torch
+
+_tracing: ContextVar[bool] = ContextVar("freescale_tracing", default=False)
 
 
-def _dynamo_config() -> Any:
-    import torch._dynamo.config as dynamo
-
-    return dynamo
+def is_tracing() -> bool:
+    """Dynamo is tracing or compiling a model for freescale, in this thread."""
+    return _tracing.get()
 
 
 def dynamo_settings(dynamic: bool) -> dict[str, Any]:
     """What Dynamo must be told so that a TorchRec model becomes one graph, as {attribute: value}."""
+    import torch._dynamo.config as dynamo
+
     settings: dict[str, Any] = {
         "capture_scalar_outputs": True,  # sizes that depend on the batch stay in the graph
         "capture_dynamic_output_shape_ops": True,  # and so do ops whose output sizes do (plan_now)
         "skip_torchrec": False,  # trace into TorchRec's modules
         "force_unspec_int_unbacked_size_like_on_torchrec_kjt": True,  # lengths per key are not constants
-        "optimize_ddp": False,  # no cut of the graph at DDP's buckets
+        "optimize_ddp": False,  # no cut of the graph at DDP's buckets; DDP still averages the gradients
         # Training, evaluation, batches of one sample, with and without a plan: each has a graph. Torch gives up at 8.
-        "recompile_limit": max(64, _dynamo_config().recompile_limit),
+        "recompile_limit": max(64, dynamo.recompile_limit),
     }
     if dynamic:
         settings["assume_static_by_default"] = False
@@ -32,50 +47,89 @@ def dynamo_settings(dynamic: bool) -> dict[str, Any]:
 
 def shape_settings(dynamic: bool) -> dict[str, Any]:
     """The same for symbolic shapes."""
-    if not dynamic:
-        return {}
-    return {
-        "backed_size_oblivious": True,  # an empty batch does not make a graph of its own; see specialize_sizes_of_one
-        "use_duck_shape": False,  # nor do two sizes that are equal by chance in the first batch
-    }
+    return {"use_duck_shape": False} if dynamic else {}  # two sizes that are equal by chance in the first batch
 
 
-def apply_dynamo_settings(dynamic: bool) -> dict[str, tuple[Any, Any]]:
-    """Set them; return what changed as {name: (before, after)}."""
+def _configs() -> tuple[Any, Any]:
     import torch._dynamo.config as dynamo
     import torch.fx.experimental._config as shapes
 
-    changed: dict[str, tuple[Any, Any]] = {}
-    wanted = [(dynamo, k, v) for k, v in dynamo_settings(dynamic).items()]
-    wanted += [(shapes, k, v) for k, v in shape_settings(dynamic).items()]
-    for module, name, value in wanted:
-        before = getattr(module, name)
-        if before != value:
-            setattr(module, name, value)
-            changed[name] = (before, value)
-    return changed
-
-PLANNED = "freescale_plan"  # in the names by which Dynamo knows the tensors of a plan
+    return dynamo, shapes
 
 
-def specialize_sizes_of_one() -> None:
-    """A size of 1 in what the user passes makes a graph of its own, as it always does in torch.
+@contextlib.contextmanager
+def tracing(dynamic: bool) -> Iterator[None]:
+    """The settings hold inside, in this thread or process as torch's own `patch` does."""
+    dynamo, shapes = _configs()
+    with compiling(), dynamo.patch(dynamo_settings(dynamic)), shapes.patch(shape_settings(dynamic)):
+        yield
 
-    `backed_size_oblivious` lets sizes 0 and 1 stay symbolic, and takes every comparison with them for false without a
-    guard. For 0 that is sound. For 1 it is not: what broadcasts, squeezes or is contiguous depends on it. So only the
-    sizes of our own plans, which nothing broadcasts, may be anything.
 
-    And a parameter's gradient has no symbolic size: Dynamo does not know its sources, so it cannot guard on them.
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """`is_tracing` inside, without the settings: torch compiles a backward graph when it is first needed, in a thread
+    of autograd's."""
+    token = _tracing.set(True)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
+def enter_while_tracing(
+    is_ours: Callable[[Any], bool],
+    context: Callable[[], Any],
+    try_again: Callable[[Exception], Callable[[bool], None] | None],
+) -> None:
+    """From now on each compilation of a frame for a backend that `is_ours` is inside `context()`. If one fails and
+    `try_again` has changed something, it is done once more, and what `try_again` returned is called with whether that
+    has worked; if it has not, the first error counts."""
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+
+    convert = CatchErrorsWrapper.__call__
+    if hasattr(convert, "_freescale"):
+        return
+
+    @functools.wraps(convert)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(self):
+            return convert(self, *args, **kwargs)
+        with context():
+            try:
+                return convert(self, *args, **kwargs)
+            except Exception as error:
+                ended = try_again(error)
+                if ended is None:
+                    raise
+                first = error
+            try:
+                found = convert(self, *args, **kwargs)
+            except Exception as error:
+                ended(False)
+                raise first from error
+            ended(True)
+            return found
+
+    call._freescale = True  # type: ignore[attr-defined]
+    CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
+
+
+def choose_symbols() -> None:
+    """While a model is traced for freescale, sizes of plans are unbacked: no graph depends on what they are, also where
+    one is 0 or 1. What the user passes has a graph of its own for sizes of 0 and 1, as always in torch.
+
+    A parameter's gradient has no symbolic size: Dynamo does not know its sources, so it cannot guard on them.
     (A view into one of DDP's buckets gets some.)
     """
     from torch._dynamo.source import TensorProperty, TensorPropertySource
-    from torch.fx.experimental import _config as shapes
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+    unbacked = DimDynamic.__members__.get("UNBACKED") or DimDynamic["SIZE_LIKE_UNBACKED"]  # before 2.14
     create = ShapeEnv.create_symbol
-    if getattr(create, "_freescale", False):
+    if hasattr(create, "_freescale"):
         return
 
+    @functools.wraps(create)
     def create_symbol(
         self: Any,
         val: Any,
@@ -86,25 +140,37 @@ def specialize_sizes_of_one() -> None:
         do_not_specialize_zero_one: bool = False,
         **kwargs: Any,
     ) -> Any:
-        planned = PLANNED in source_name(source)
-        is_base = getattr(getattr(source, "base", None), "member", None) == "_base"  # of a view
-        not_asked_for = is_base or (dynamic_dim is DimDynamic.DYNAMIC and constraint_dim is None)
-        if not_asked_for and _is_gradient(source) and not planned:
-            dynamic_dim = DimDynamic.STATIC
-        backed = type(val) is int and dynamic_dim is not DimDynamic.STATIC and shapes.backed_size_oblivious
-        is_size = isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE
-        theirs = backed and is_size and do_not_specialize_zero_one and not planned
-        if theirs and val == 1:
-            do_not_specialize_zero_one = False
-        made = create(
-            self, val, source, dynamic_dim, constraint_dim, positive, do_not_specialize_zero_one, **kwargs
-        )
-        if theirs and not is_base and made in self.backed_var_to_val:
-            self.evaluate_expr(sympy.Ne(made, 1))
-        return made
+        if _tracing.get() and type(val) is int and dynamic_dim is not DimDynamic.STATIC:
+            name = source_name(source)
+            is_base = getattr(getattr(source, "base", None), "member", None) == "_base"  # of a view
+            if PLANNED not in name:
+                not_asked_for = is_base or (dynamic_dim is DimDynamic.DYNAMIC and constraint_dim is None)
+                if not_asked_for and _is_gradient(source):
+                    dynamic_dim = DimDynamic.STATIC
+            elif isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE and _SLOTS not in name:
+                made = create(self, val, source, unbacked, constraint_dim, positive, **kwargs)
+                planned_hints(self)[made] = val
+                return made
+        return create(self, val, source, dynamic_dim, constraint_dim, positive, do_not_specialize_zero_one, **kwargs)
 
     create_symbol._freescale = True  # type: ignore[attr-defined]
     ShapeEnv.create_symbol = create_symbol  # type: ignore[method-assign, assignment]
+
+
+def depends_on_data(error: BaseException) -> bool:
+    """What a trace failed with is that something depends on an unbacked size."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, GuardOnDataDependentSymNode) or _UNBACKED.search(str(found)):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
+def planned_hints(shape_env: Any) -> dict[Any, int]:
+    """What the sizes of plans were in the batch that was traced. (Torch's own hints of unbacked sizes are part of the
+    keys of its caches: ranks, whose batches differ, would not find each other's code.)"""
+    return shape_env.__dict__.setdefault("_freescale_hints", {})
 
 
 def source_name(source: Any) -> str:
@@ -121,15 +187,16 @@ def _is_gradient(source: Any) -> bool:
 
 def probe() -> None:
     """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    import torch._dynamo.config as dynamo
-    import torch.fx.experimental._config as shapes
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._dynamo.source import TensorProperty, TensorPropertySource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+    dynamo, shapes = _configs()
     for name in dynamo_settings(True):
         getattr(dynamo, name)
     for name in shape_settings(True):
         getattr(shapes, name)
-    assert ShapeEnv().backed_var_to_val == {}
-    assert callable(ShapeEnv.create_symbol) and callable(ShapeEnv.evaluate_expr) and hasattr(DimDynamic, "DUCK")
+    assert callable(dynamo.patch) and callable(shapes.patch) and callable(CatchErrorsWrapper.__call__)
+    assert callable(ShapeEnv.create_symbol) and hasattr(DimDynamic, "DUCK")
+    assert {"UNBACKED", "SIZE_LIKE_UNBACKED"} & set(DimDynamic.__members__)
     assert TensorProperty.SIZE and DimDynamic.STATIC and DimDynamic.DYNAMIC and isinstance(TensorPropertySource, type)

@@ -8,6 +8,8 @@ import sympy
 import torch
 from torch import fx
 
+from freescale.compat import dynamo_settings
+
 
 def size_hint(size: Any, fallback: int) -> int:
     """A symbolic size, SymInt or expression, as it was in the batch that was traced; `fallback` per unknown symbol."""
@@ -15,12 +17,14 @@ def size_hint(size: Any, fallback: int) -> int:
         node: Any = size.node
         if node.has_hint():
             return int(node.hint)
-        known, size = node.shape_env.backed_var_to_val, node.expr
+        shape_env, size = node.shape_env, node.expr
     elif isinstance(size, sympy.Expr) and size.free_symbols:
-        known = _shape_env().backed_var_to_val
+        shape_env = _shape_env()
     else:
         return int(size)
-    return int(size.xreplace({s: sympy.Integer(known.get(s, fallback)) for s in size.free_symbols}))
+    known, planned = shape_env.backed_var_to_val, dynamo_settings.planned_hints(shape_env)
+    values = {s: known.get(s, planned.get(s, fallback)) for s in size.free_symbols}
+    return int(size.xreplace({s: sympy.Integer(n) for s, n in values.items()}))
 
 
 def _shape_env() -> Any:

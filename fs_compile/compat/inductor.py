@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from freescale.compat import direct_calls, dynamo, fx_values, interpreted_graph, kernel_launches
+from freescale.compat import direct_calls, dynamo, dynamo_settings, fx_values, interpreted_graph, kernel_launches
 from freescale.compat.direct_calls import DirectOps
 
 __all__ = ["CustomGraphPass", "get_hash_for_files"]
@@ -40,7 +40,8 @@ def compile_with_inductor(
 
     def compile_one(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         leave_autograd_out = traced_anew and _needs_no_autograd(gm)
-        compiled = watch(gm, lambda: compile_fx_inner(gm, inputs, **kwargs))
+        with dynamo_settings.compiling():
+            compiled = watch(gm, lambda: compile_fx_inner(gm, inputs, **kwargs))
         if leave_autograd_out and isinstance(compiled, CompiledFxGraph):
             names = direct_calls.names_of(compiled)
             direct_ops.call_from(names)
@@ -134,7 +135,7 @@ def _interpret(
     from torch._inductor.virtualized import V
     from torch.fx.graph import _BoxedCodeGen
 
-    with dynamo.no_modes(), V.set_fake_mode(fx_values.detect_fake_mode(gm)):
+    with dynamo_settings.compiling(), dynamo.no_modes(), V.set_fake_mode(fx_values.detect_fake_mode(gm)):
         _recursive_post_grad_passes(gm, is_inference=kwargs.get("is_inference", False))
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
@@ -226,6 +227,17 @@ def register_launch_lowering(op: Any) -> None:
         return ir.TensorBox.create(kernel)
 
 
+def ops_of(namespace: str) -> list[torch._ops.OpOverload]:
+    names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::"))
+    return [getattr(getattr(torch.ops, namespace), n.partition("::")[2]).default for n in names]
+
+
+def keep_unused(ops: Iterable[torch._ops.OpOverload]) -> None:
+    """A graph keeps calls of these, whether what they return is used or not."""
+    for op in ops:
+        torch.fx.node.has_side_effect(op)
+
+
 @contextlib.contextmanager
 def fresh_caches() -> Iterator[None]:
     """No compiled code is taken from, or left in, torch's caches."""
@@ -245,7 +257,8 @@ def probe() -> None:
     from torch.fx.graph import _BoxedCodeGen  # noqa: F401
     from torch.utils._ordered_set import OrderedSet  # noqa: F401
 
-    assert hasattr(config, "post_grad_custom_post_pass")
+    assert hasattr(config, "post_grad_custom_post_pass") and callable(fx.node.has_side_effect)
+    assert any(n.startswith("aten::") for n in torch._C._dispatch_get_all_op_names())
     assert hasattr(ir._CollectiveKernel, "create_out_of_place")
     assert {"_fx_graph_cache_key", "current_callable"} <= {f.name for f in dataclasses.fields(CompiledFxGraph)}
     with torch._C._AutoDispatchBelowAutograd():

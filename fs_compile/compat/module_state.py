@@ -7,6 +7,7 @@ import gc
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -81,17 +82,32 @@ def left_out_of_ddp(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_ddp_ignored", False))
 
 
-def before_ddp_wraps(check: Callable[[nn.Module], None]) -> None:
-    """From now on `check` is called with each module that is about to be wrapped."""
-    # Called in __init__ before anything travels. (With a wrapper around __init__ its warnings would seem to be ours.)
+def before_ddp_wraps(call: Callable[[DistributedDataParallel], None]) -> None:
+    """From now on `call` gets each wrapper that is being made, before it sends anything."""
+    # (With a function around __init__ its warnings would seem to be ours.)
     build = DistributedDataParallel._build_params_for_reducer
 
     @functools.wraps(build)
-    def checked(self: Any) -> Any:
-        check(self.module)
+    def called_first(self: Any) -> Any:
+        call(self)
         return build(self)
 
-    DistributedDataParallel._build_params_for_reducer = checked  # type: ignore[method-assign]
+    DistributedDataParallel._build_params_for_reducer = called_first  # type: ignore[method-assign]
+
+
+def leave_buffers_out_of_ddp(kind: type[nn.Module]) -> None:
+    """From now on DDP neither sends nor casts the buffers of modules of this class. It does as always with all others.
+
+    It takes the names to leave out from the very module that it wraps, so nothing can be set before that."""
+
+    def leave_out(wrapper: Any) -> None:
+        buffers = {id(b): b for m in wrapper.module.modules() if isinstance(m, kind) for b in m.buffers()}
+        for buffer in buffers.values():
+            buffer._ddp_ignored = True  # type: ignore[attr-defined]
+        named = wrapper.module.named_buffers(remove_duplicate=False) if buffers else ()
+        wrapper.parameters_to_ignore |= {name for name, b in named if id(b) in buffers}
+
+    before_ddp_wraps(leave_out)
 
 
 def probe() -> None:
@@ -102,10 +118,16 @@ def probe() -> None:
         found.extend(parameter_inputs(gm, inputs))
         return gm.forward
 
-    module = nn.BatchNorm1d(2)
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return module.norm(x)  # type: ignore[no-any-return, operator]
+
+    # With code of its own: a module of torch's is called by code that Dynamo may have given up on in this process.
+    own = FunctionType(forward.__code__.replace(), globals())
+    module = type("Probed", (nn.Module,), {"forward": own})()
+    module.norm = nn.BatchNorm1d(2)
     torch.compile(module, backend=keep)(torch.zeros(2, 2))
-    assert [(p.name, p.is_trained) for p in found] == [("weight", True), ("bias", True)], found
-    assert module in live_modules((nn.BatchNorm1d,))
+    assert [(p.name, p.is_trained) for p in found] == [("norm.weight", True), ("norm.bias", True)], found
+    assert module.norm in live_modules((nn.BatchNorm1d,))
     assert callable(DistributedDataParallel._build_params_for_reducer)
     assert hasattr(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")
     assert "parameters_to_ignore" in names_used_by(DistributedDataParallel)

@@ -6,11 +6,9 @@ grow from key to key. Each cut between two features makes torch ask whether they
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -21,17 +19,21 @@ from freescale.compat import dynamo_settings
 _SLOT = re.compile(r"(.*\bfreescale_plan\b.*\.slots)\[(\d+)\]\.size\(\)\[0\]")
 
 
-@contextlib.contextmanager
-def without_contiguity() -> Iterator[None]:
-    """AOTAutograd does not note for every node which memory formats it may have, of which Inductor reads none."""
+def leave_out_contiguity() -> None:
+    """While a model is compiled for freescale, AOTAutograd does not note for every node which memory formats it may
+    have, of which Inductor reads none."""
     from torch.fx.experimental import proxy_tensor
 
     extract = proxy_tensor._extract_tensor_metadata
-    proxy_tensor._extract_tensor_metadata = functools.partial(extract, include_contiguity=False)
-    try:
-        yield
-    finally:
-        proxy_tensor._extract_tensor_metadata = extract
+    if hasattr(extract, "_freescale"):
+        return
+
+    @functools.wraps(extract)
+    def extract_metadata(*args: Any, **kwargs: Any) -> Any:
+        return extract(*args, **{"include_contiguity": not dynamo_settings.is_tracing(), **kwargs})
+
+    extract_metadata._freescale = True  # type: ignore[attr-defined]
+    proxy_tensor._extract_tensor_metadata = extract_metadata
 
 
 def drop_implied_guards() -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from freescale import config
 from freescale.views import page, profile, records, trace
+from freescale.views.compilations import named_graphs
 from freescale.views.summary import summarize
 from freescale.views.text import text_report
 from freescale.views.timeline import text_timeline
@@ -61,17 +62,17 @@ def explain(args: argparse.Namespace) -> int:
             _write(args.html, page.explain_page(run))
         text = text_timeline(graphs) or "the command compiled no graph"
         if args.graphs:
-            text += "".join(_text_diffs(g) for g in graphs)
+            text += "".join(_text_diffs(name, g) for name, g in named_graphs(graphs))
         _finish(text, {"graphs": graphs}, args.json)
     return 1 if code else 0
 
 
-def _text_diffs(graph: dict[str, Any]) -> str:
+def _text_diffs(name: str, graph: dict[str, Any]) -> str:
     texts, found = graph.get("texts", {}), ""
     names = list(texts)
     for before, after in zip(names[:-1], names[1:], strict=True):
         a, b = texts[before].splitlines(), texts[after].splitlines()
-        title = f"{graph['direction']}, {after}"
+        title = f"{name}, {graph['direction']}, {after}"
         lines = difflib.unified_diff(a, b, f"before {title}", f"after {title}", lineterm="", n=2)
         found += "".join(f"{line}\n" for line in lines)
     return f"\n{found}" if found else ""

@@ -7,8 +7,10 @@ from html import escape
 from typing import Any
 
 from freescale.views import svg
-from freescale.views.records import PARTS, Run, mean, settled
-from freescale.views.summary import CLASSES, graph_lines, head_lines, summarize
+from freescale.views.compilations import compilations, lacks_late_gradients, named_graphs
+from freescale.views.records import Run, mean, settled
+from freescale.views.step_parts import PARTS
+from freescale.views.summary import CLASSES, graph_lines, head_lines, shown_parts, summarize
 from freescale.views.text import MEANING, milliseconds, size
 from freescale.views.timeline import lanes_of_graphs
 
@@ -34,7 +36,8 @@ pre{overflow-x:auto;font-size:12px;line-height:1.35;border:1px solid var(--line)
 
 def page(run: Run, about: str = "report") -> str:
     s = summarize(run)
-    parts = [_head(s), _shares(s), _over_time(run), _traffic(s), _balance(s), _graphs(run, s)]
+    first = f"<p><b>{escape(' '.join(s['verdict']))}</b></p>" if s["verdict"] else ""
+    parts = [first, _head(s), _shares(s), _over_time(run, s), _traffic(s), _balance(s), _graphs(run, s)]
     return _document(f"freescale {about}: run {s['run']}", parts)
 
 
@@ -65,29 +68,31 @@ def _shares(s: dict[str, Any]) -> str:
     if not s["steps"]:
         return ""
     ranks = sorted(s["ranks"].items(), key=lambda item: -item[1]["compute"])[:_RANKS]
-    bars = [(f"rank {n}", [(part, r[part] * 1e3) for part in PARTS]) for n, r in sorted(ranks)]
+    parts = shown_parts(s)
+    bars = [(f"rank {n}", [(part, r[part] * 1e3) for part in parts]) for n, r in sorted(ranks)]
     rows = "".join(
-        f'<tr><td>{escape(MEANING[part])}</td><td class="n">{s["shares"][part]:.1%}</td></tr>' for part in PARTS
+        f'<tr><td>{escape(MEANING[part])}</td><td class="n">{s["shares"][part]:.1%}</td></tr>' for part in parts
     )
     waits = "".join(
         f'<tr><td>{escape(name)}</td><td class="n">{milliseconds(seconds)}</td></tr>'
         for name, seconds in s["waits"].items() if seconds > 0
     )  # fmt: skip
+    chart = _key({part: MEANING[part] for part in parts}) + svg.stacked_bars(bars, "ms")
     return (
-        f"<h2>Where a step's time goes</h2><p>Median step {milliseconds(s['step_seconds'])}; the steps at the start, "
-        f"which compile, are left out. Means per rank.</p>{_key(MEANING)}{svg.stacked_bars(bars, 'ms')}"
-        f"<table>{rows}</table><p>Waited for, per step and rank:</p><table>{waits}</table>"
+        f"<h2>Where a step's time goes</h2><p>Median step {milliseconds(s['median_step_seconds'])}; the steps at the "
+        f"start, which compile, are left out. Means per rank.</p>{chart}"
+        f"<table>{rows}</table><p>Waited for, per step and rank, mean:</p><table>{waits}</table>"
     )
 
 
-def _over_time(run: Run) -> str:
+def _over_time(run: Run, s: dict[str, Any]) -> str:
     steps = {n: settled(r.step) for n, r in run.ranks.items()}
     count = min((len(of) for of in steps.values()), default=0)
     if not count:
         return ""
     stride = -(-count // _POINTS)
     layers = []
-    for part in PARTS:
+    for part in shown_parts(s):
         means = [mean(of[i][part] for of in steps.values()) * 1e3 for i in range(count)]
         layers.append((part, [mean(means[i : i + stride]) for i in range(0, count, stride)]))
     of_first_rank = next(iter(steps.values()))
@@ -128,12 +133,12 @@ def _graphs(run: Run, s: dict[str, Any], open_texts: bool = False) -> str:
     if not record.graph:
         return ""
     found = ["<h2>Graphs</h2>"]
-    lanes = lanes_of_graphs(record.graph)
-    if lanes:
-        keys = {"compute": "compute, predicted", **{c: f"{c}, on the wire" for c in CLASSES}}
-        found.append("<p>Two steps as predicted for the batch that was traced:</p>")
-        found.append(_key(keys) + svg.lanes(lanes, "ms"))
-    for graph, entry in zip(record.graph, s["graphs"], strict=True):
+    for name, graphs in compilations(record.graph).items():
+        if lanes := lanes_of_graphs(graphs):
+            keys = {"compute": "compute, predicted", **{c: f"{c}, on the wire" for c in CLASSES}}
+            found.append(f"<p>{escape(name)}: two steps as predicted for the batch that was traced:</p>")
+            found.append(_key(keys) + svg.lanes(lanes, "ms"))
+    for (_, graph), entry in zip(named_graphs(record.graph), s["graphs"], strict=True):
         came, exchanges = graph_lines(entry)
         found.append(f"<h3>{escape(came)}</h3>")
         sites = "".join(f'<tr><td>{escape(n)}</td><td class="n">{c}</td></tr>' for n, c in entry["sites"].items())
@@ -152,8 +157,8 @@ def _launches(timeline: list[dict[str, Any]]) -> str:
         f"<tr><td>{escape(e['what'])}</td><td>{escape(e['kind'])}</td><td class='n'>{size(e['bytes'])}</td></tr>"
         for e in launches
     )
-    none_yet = any(e["priority"] == "late" and not e["bytes"] for e in launches)
-    note = "<p>The first step, which is traced, has no late gradients; later ones send some.</p>" if none_yet else ""
+    none_yet = "<p>The first step, which is traced, has no late gradients; later ones send some.</p>"
+    note = none_yet if lacks_late_gradients(timeline) else ""
     head = "<tr><th>launch</th><th>kind</th><th class='n'>bytes in the traced batch</th></tr>"
     return f"<table>{head}{''.join(cells)}</table>{note}"
 

@@ -7,17 +7,19 @@ read is an error that names file and line.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PARTS = ("compute", "exposed", "loader", "straggler", "host_bound")  # of a step's seconds
+from freescale.views.step_parts import MEETING, PARTS, straggling
+
 TICK = 1e-7  # seconds of a step's times in a record
 KINDS = ("start", "graph", "step", "plan", "balance", "end")
 _NEEDED = {
     "start": ("run", "rank", "world", "at"),
-    "graph": ("direction", "exchanges", "sites", "refused", "seconds", "from_cache"),
+    "graph": ("compilation", "direction", "exchanges", "sites", "refused", "seconds", "from_cache"),
     "step": ("step", "seconds", "at", "launches", *PARTS),
     "plan": ("step", "exchange"),
     "balance": ("step", "predicted_before", "predicted_after"),
@@ -56,6 +58,28 @@ class Run:
     def steps(self) -> list[dict[str, Any]]:
         return [s for rank in self.ranks.values() for s in rank.step]
 
+    def shared_steps(self) -> list[tuple[dict[str, Any], ...]]:
+        """The same step of each rank, of those that all ranks have recorded. Each loop counts its steps from 0."""
+        if self.missing:
+            return []
+        by_rank: list[dict[tuple[Any, int], dict[str, Any]]] = []
+        for rank in self.ranks.values():
+            seen: Counter[Any] = Counter()
+            by_rank.append({})
+            for s in rank.step:
+                by_rank[-1][s["step"], seen[s["step"]]] = s
+                seen[s["step"]] += 1
+        first, *others = by_rank
+        return [(s, *(o[key] for o in others)) for key, s in first.items() if all(key in o for o in others)]
+
+    def saved_by_balance(self) -> float:
+        """The share of a step that the rank with the most to do in it is busy longer than the mean rank."""
+        shared = self.shared_steps()
+        shared = shared[len(shared) - len(settled([steps[0] for steps in shared])) :]
+        busy = [[_busy(s) for s in steps] for steps in shared]
+        seconds = mean(s["seconds"] for steps in shared for s in steps)
+        return mean(max(of_ranks) - mean(of_ranks) for of_ranks in busy) / seconds if seconds else 0.0
+
 
 def read(folder: str | Path, run: str | None = None) -> Run:
     """The one run in a folder, or the one that is asked for."""
@@ -77,7 +101,24 @@ def read(folder: str | Path, run: str | None = None) -> Run:
     worlds = {r.start["world"] for r in ranks}
     if len(worlds) > 1:
         raise RecordError(f"{folder}: field 'world' of run {name} differs between its files: {sorted(worlds)}")
-    return Run(name, worlds.pop(), {r.start["rank"]: r for r in ranks})
+    found = Run(name, worlds.pop(), {r.start["rank"]: r for r in ranks})
+    _tell_straggling(found)
+    return found
+
+
+def _tell_straggling(run: Run) -> None:
+    """Of what each rank has waited for others, how much was for one that had more to do. Steps of which not all ranks
+    have a record stay as their rank knew them."""
+    for steps in run.shared_steps():
+        longest = max(_busy(s) for s in steps)
+        for s in steps:
+            waited = s["exposed"] + s["straggler"]
+            s["straggler"] = straggling(_busy(s), waited, s["waits"].get(MEETING, 0.0), longest)
+            s["exposed"] = waited - s["straggler"]
+
+
+def _busy(step: dict[str, Any]) -> float:
+    return step["compute"] + step["host_bound"]
 
 
 def read_rank(path: Path) -> RankRecord:

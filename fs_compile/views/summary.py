@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from freescale.views.records import PARTS, RankRecord, Run, mean, median, settled
+from freescale.views.compilations import named_graphs
+from freescale.views.records import RankRecord, Run, mean, median, settled
+from freescale.views.step_parts import PARTS
+from freescale.views.verdict import verdict
 
 CLASSES = ("urgent", "early", "late", "dense")
 
@@ -15,7 +18,7 @@ def summarize(run: Run) -> dict[str, Any]:
     steps = [s for r in run.ranks.values() for s in settled(r.step)]
     whole = sum(s["seconds"] for s in steps)
     any_rank = next(iter(run.ranks.values()))
-    return {
+    found = {
         "run": run.name,
         "world": run.world,
         "ranks_recorded": len(run.ranks),
@@ -25,15 +28,21 @@ def summarize(run: Run) -> dict[str, Any]:
         "torch": any_rank.start.get("torch"),
         "device": any_rank.start.get("device"),
         "steps": max((len(r.step) for r in run.ranks.values()), default=0),
-        "step_seconds": median(s["seconds"] for s in steps),
+        "median_step_seconds": median(s["seconds"] for s in steps),
         "shares": {part: sum(s[part] for s in steps) / whole if whole else 0.0 for part in PARTS},
         "waits": _waits(steps),
         "bytes_per_step": _bytes(steps),
         "collisions": _collisions(any_rank),
         "balance": _balance(any_rank),
-        "graphs": [_graph(run, any_rank, i) for i in range(len(any_rank.graph))],
+        "graphs": [_graph(run, name, g) for name, g in named_graphs(any_rank.graph)],
         "ranks": ranks,
     }
+    return {"verdict": verdict(run, found), **found}
+
+
+def shown_parts(s: dict[str, Any]) -> list[str]:
+    """Of a step. A CPU is never without work because of the host."""
+    return [part for part in PARTS if part != "host_bound" or s["device"] != "cpu" or s["shares"][part] > 0]
 
 
 def head_lines(s: dict[str, Any]) -> list[str]:
@@ -54,7 +63,7 @@ def head_lines(s: dict[str, Any]) -> list[str]:
 
 def rank_summary(rank: RankRecord) -> dict[str, Any]:
     steps = settled(rank.step)
-    entry: dict[str, Any] = {"steps": len(rank.step), "step_seconds": median(s["seconds"] for s in steps)}
+    entry: dict[str, Any] = {"steps": len(rank.step), "median_step_seconds": median(s["seconds"] for s in steps)}
     entry |= {part: mean(s[part] for s in steps) for part in PARTS}
     return entry
 
@@ -99,21 +108,21 @@ def _balance(rank: RankRecord) -> dict[str, float] | None:
     }
 
 
-def _graph(run: Run, rank: RankRecord, number: int) -> dict[str, Any]:
+def _graph(run: Run, name: str, graph: dict[str, Any]) -> dict[str, Any]:
     """Of a rank, and on how many it was compiled: where ranks share a cache, one does it for the others."""
-    names = ("direction", "exchanges", "sites", "refused", "seconds", "from_cache")
-    graph = rank.graph[number]
-    compiled = [r for r in run.ranks.values() if number < len(r.graph) and not r.graph[number]["from_cache"]]
-    entry = {name: graph[name] for name in names} | {"timeline": graph.get("timeline", [])}
-    return entry | {"compiled_on": len(compiled), "of_ranks": len(run.ranks)}
+    of_all = [g for r in run.ranks.values() for g in r.graph]
+    same = [g for g in of_all if all(g[k] == graph[k] for k in ("compilation", "direction"))]
+    entry = {k: graph[k] for k in ("direction", "exchanges", "sites", "refused", "seconds", "from_cache")}
+    entry |= {"name": name, "timeline": graph.get("timeline", [])}
+    return entry | {"compiled_on": sum(not g["from_cache"] for g in same), "of_ranks": len(run.ranks)}
 
 
 def graph_lines(g: dict[str, Any]) -> tuple[str, str]:
     """Where a graph came from, and how many exchanges it has, in words."""
-    came = "compiled" if g["compiled_on"] else "out of torch's cache"
+    came = "compiled" if g["compiled_on"] else "loaded from torch's cache"
     if 0 < g["compiled_on"] < g["of_ranks"]:
-        came = f"compiled on {g['compiled_on']} of {g['of_ranks']} ranks, out of torch's cache on the others,"
-    return f"{g['direction']} graph, {came} in {g['seconds']:.1f} s", exchanges_in_words(g)
+        came = f"compiled on {g['compiled_on']} of {g['of_ranks']} ranks, loaded from torch's cache on the others,"
+    return f"{g['name']}, {g['direction']} graph, {came} in {g['seconds']:.1f} s", exchanges_in_words(g)
 
 
 def exchanges_in_words(g: dict[str, Any]) -> str:

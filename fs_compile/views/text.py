@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from freescale.views.records import PARTS
-from freescale.views.summary import graph_lines, head_lines
+from freescale.views.summary import graph_lines, head_lines, shown_parts
 
 MEANING = {
     "compute": "compute",
     "exposed": "waited for rows or gradients",
     "loader": "waited for the loader or the planner",
-    "straggler": "waited for other ranks to begin",
+    "straggler": "waited for a rank with more to do",
     "host_bound": "GPU without work before the model",
 }
 _BAR = 40  # characters of a whole step
@@ -32,15 +31,17 @@ def size(count: float) -> str:
 
 def text_report(summary: dict[str, Any]) -> str:
     head = "\n".join([f"run {summary['run']}", *head_lines(summary)])
-    parts = [head, _where(summary), _ranks(summary), _traffic(summary), _balance(summary), _graphs(summary)]
+    parts = ["\n".join(summary["verdict"]), head, _where(summary), _ranks(summary), _traffic(summary)]
+    parts += [_balance(summary), _graphs(summary)]
     return "\n\n".join(p for p in parts if p)
 
 
 def _where(s: dict[str, Any]) -> str:
     if not s["steps"]:
         return ""
-    lines = [f"where a step's time goes (median step {milliseconds(s['step_seconds'])}; steps that compile left out)"]
-    for part in PARTS:
+    median = milliseconds(s["median_step_seconds"])
+    lines = [f"where a step's time goes, mean of ranks and steps (median step {median}; steps that compile left out)"]
+    for part in shown_parts(s):
         share = s["shares"][part]
         lines.append(f"  {MEANING[part]:38}{share:7.1%}  {'#' * round(share * _BAR)}")
     waits = {name: seconds for name, seconds in s["waits"].items() if seconds > 0}
@@ -51,12 +52,14 @@ def _where(s: dict[str, Any]) -> str:
 def _ranks(s: dict[str, Any]) -> str:
     if not s["steps"]:
         return ""
-    lines = [f"{'rank':>6}{'steps':>7}{'step':>11}" + "".join(f"{part:>12}" for part in PARTS)]
+    parts = shown_parts(s)
+    lines = ["of each rank: the median step, and the mean of each of its parts"]
+    lines.append(f"{'rank':>6}{'steps':>7}{'median step':>13}" + "".join(f"{part:>12}" for part in parts))
     ranks = sorted(s["ranks"].items(), key=lambda item: -item[1]["compute"])
     shown = sorted(ranks[:_RANKS])
     for number, r in shown:
-        cells = "".join(f"{milliseconds(r[part]):>12}" for part in PARTS)
-        lines.append(f"{number:>6}{r['steps']:>7}{milliseconds(r['step_seconds']):>11}{cells}")
+        cells = "".join(f"{milliseconds(r[part]):>12}" for part in parts)
+        lines.append(f"{number:>6}{r['steps']:>7}{milliseconds(r['median_step_seconds']):>13}{cells}")
     if len(ranks) > len(shown):
         lines.append(f"  and {len(ranks) - len(shown)} more ranks, which compute less")
     return "\n".join(lines)
@@ -65,7 +68,7 @@ def _ranks(s: dict[str, Any]) -> str:
 def _traffic(s: dict[str, Any]) -> str:
     lines = [f"  {name:22}{size(count):>12}" for name, count in s["bytes_per_step"].items()]
     if lines:
-        lines.insert(0, "received per step and rank")
+        lines.insert(0, "received per step and rank, mean")
     for name, share in s["collisions"].items():
         lines.append(f"  {share:.1%} of the unique rows of {name} were in the batch before")
     return "\n".join(lines)

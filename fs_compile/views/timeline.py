@@ -1,4 +1,4 @@
-"""The predicted timeline of a step: when compute blocks run and chunks are on the wire, by a graph's own order.
+"""The predicted timeline of a compilation: when compute blocks run and chunks are on the wire, by a graph's own order.
 
 What is predicted is what the passes placed launches by. Urgent chunks and dense gradients have the wire of the training
 group, early and late ones that of the background group; on each, one follows the other.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from freescale.views.compilations import compilations, lacks_late_gradients
 from freescale.views.summary import exchanges_in_words
 
 LANES = ("compute", "urgent", "dense", "late", "early")
@@ -41,7 +42,7 @@ class _Clock:
 
 
 def predict(graphs: list[dict[str, Any]], steps: int = 2) -> tuple[Blocks, float, float]:
-    """Blocks by lane, seconds, and of those exposed, of `steps` steps, each the last forward and backward graph."""
+    """Blocks by lane, seconds, and of those exposed, of `steps` steps of one compilation's graphs."""
     by_direction = {g["direction"]: g["timeline"] for g in graphs if g.get("timeline")}
     clock = _Clock()
     for step in range(steps if by_direction else 0):
@@ -51,7 +52,7 @@ def predict(graphs: list[dict[str, Any]], steps: int = 2) -> tuple[Blocks, float
 
 
 def lanes_of_graphs(graphs: list[dict[str, Any]]) -> list[tuple[str, list[tuple[float, float, str, str]]]]:
-    """In milliseconds, for a picture; empty where no graph has a timeline."""
+    """Of one compilation, in milliseconds, for a picture; empty where no graph has a timeline."""
     blocks, _, _ = predict(graphs)
     if not any(blocks.values()):
         return []
@@ -60,10 +61,14 @@ def lanes_of_graphs(graphs: list[dict[str, Any]]) -> list[tuple[str, list[tuple[
 
 
 def text_timeline(graphs: list[dict[str, Any]]) -> str:
-    """Each graph's order, in words."""
+    """Each graph's order, in words, and what is predicted of each compilation."""
+    return "\n".join(line for name, of_one in compilations(graphs).items() for line in _text_lines(name, of_one))
+
+
+def _text_lines(name: str, graphs: list[dict[str, Any]]) -> list[str]:
     lines: list[str] = []
     for g in graphs:
-        lines.append(f"{g['direction']} graph: {exchanges_in_words(g)}")
+        lines.append(f"{name}, {g['direction']} graph: {exchanges_in_words(g)}")
         for e in g.get("timeline", []):
             if e["do"] == "launch":
                 what = f"launch {e['what']} ({e['kind']}): {e['bytes']} bytes, {e['seconds'] * 1e3:.4f} ms on the wire"
@@ -76,6 +81,8 @@ def text_timeline(graphs: list[dict[str, Any]]) -> str:
         lines += [f"  {why}" for why in g["refused"]]
     _, seconds, exposed = predict(graphs, 1)
     if seconds:
-        lines.append("(the first step, which is traced, has no late gradients; later ones send some)")
-        lines.append(f"predicted for the traced batch: {seconds * 1e3:.4g} ms a step, {exposed * 1e3:.4g} exposed")
-    return "\n".join(lines)
+        if any(lacks_late_gradients(g.get("timeline", [])) for g in graphs):
+            lines.append("(the first step, which is traced, has no late gradients; later ones send some)")
+        times = f"{seconds * 1e3:.4g} ms a step, {exposed * 1e3:.4g} exposed"
+        lines.append(f"{name}, predicted for the traced batch: {times}")
+    return lines

@@ -24,9 +24,11 @@ enum { URGENT_GRADIENTS = ROWS_ARRAYS, LATE_GRADIENTS = ROWS_ARRAYS + 4, ARRAYS 
 enum { URGENT_RECV, URGENT_SEND, OTHER_RECV, OTHER_SEND, COUNTS };
 #define NOBODY -1 /* in place of a count: no rank sends anything to any other */
 
-/* What a rank says of a batch: status, whether it is to be kept apart; of each exchange how many rows it requests from
- * the one it says it to, and the feature and value of an invalid id (feature -1: none). */
-#define HEADER_WIDTH(exchanges) (2 + 3 * (exchanges))
+/* What a rank tells another one of a batch: status, whether it is to be kept apart, TOLD numbers of the caller's; of each
+ * exchange how many rows it requests from that rank, and the feature and value of an invalid id (feature -1: none). */
+#define TOLD 2
+#define EXCHANGES (2 + TOLD) /* where in a header those of the exchanges begin */
+#define HEADER_WIDTH(exchanges) (EXCHANGES + 3 * (exchanges))
 
 typedef struct {
     i64 offset, size;
@@ -149,15 +151,15 @@ static i64 all_go_on(const i64 *headers, i64 world, i64 exchanges) {
     for (i64 rank = 0; rank < world; rank++, headers += HEADER_WIDTH(exchanges)) {
         if (headers[0]) return 0;
         for (i64 e = 0; e < exchanges; e++)
-            if (headers[3 + 3 * e] >= 0) return 0;
+            if (headers[EXCHANGES + 1 + 3 * e] >= 0) return 0;
     }
     return 1;
 }
 
 /* A rank that does not go on gives no ids. Writes what each rank has said, [world][HEADER_WIDTH]; and how many elements
  * fs_plan_batch needs. Returns whether all go on, or what went wrong. */
-static i64 request_batch(batch_plan *p, i64 status, i64 apart, const feature_ids *ids, double seconds, i64 *headers,
-                         i64 *needed, i64 *failed) {
+static i64 request_batch(batch_plan *p, i64 status, i64 apart, const i64 *told, const feature_ids *ids, double seconds,
+                         i64 *headers, i64 *needed, i64 *failed) {
     i64 width = HEADER_WIDTH(p->exchanges);
     i64 *own = room(&p->header, p->world * width * sizeof(i64));
     if (!own) return NO_MEMORY;
@@ -171,7 +173,7 @@ static i64 request_batch(batch_plan *p, i64 status, i64 apart, const feature_ids
             if (r->n_keys == NO_MEMORY) return NO_MEMORY;
         }
         for (i64 rank = 0; rank < p->world; rank++) {
-            i64 *header = own + rank * width + 2 + 3 * e;
+            i64 *header = own + rank * width + EXCHANGES + 3 * e;
             header[0] = ids && invalid[0] < 0 ? ((i64 *)r->recv_counts.memory)[rank] : 0;
             header[1] = invalid[0];
             header[2] = invalid[1];
@@ -180,6 +182,7 @@ static i64 request_batch(batch_plan *p, i64 status, i64 apart, const feature_ids
     for (i64 rank = 0; rank < p->world; rank++) {
         own[rank * width] = status;
         own[rank * width + 1] = apart;
+        memcpy(own + rank * width + 2, told, TOLD * sizeof(i64));
     }
     const i64 *ones = p->ones.memory;
     messages all = {own, headers, ones, ones, width * sizeof(i64)};
@@ -189,7 +192,7 @@ static i64 request_batch(batch_plan *p, i64 status, i64 apart, const feature_ids
     for (i64 e = 0; e < p->exchanges && result == 0; e++) {
         requests *r = p->each[e].of + p->turn;
         i64 *send_counts = r->send_counts.memory;
-        for (i64 rank = 0; rank < p->world; rank++) send_counts[rank] = headers[rank * width + 2 + 3 * e];
+        for (i64 rank = 0; rank < p->world; rank++) send_counts[rank] = headers[rank * width + EXCHANGES + 3 * e];
         r->n_rows = total(send_counts, p->world);
         *needed += room_of_plan(r, with_gradients(p, e));
     }
@@ -416,10 +419,10 @@ i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *ou
 
 /* request_batch, and fs_plan_batch behind it if all ranks go on and the room of `elements` is enough. Returns as the
  * former, or 2 if the batch is planned. */
-i64 fs_request_and_plan(batch_plan *p, i64 status, i64 apart, const feature_ids *ids, double seconds, i64 *headers,
-                        i64 *needed, i64 *failed, i64 *out, i64 elements, i64 *used, plan_result *results,
+i64 fs_request_and_plan(batch_plan *p, i64 status, i64 apart, const i64 *told, const feature_ids *ids, double seconds,
+                        i64 *headers, i64 *needed, i64 *failed, i64 *out, i64 elements, i64 *used, plan_result *results,
                         const copy *copies, i64 n_copies) {
-    i64 result = request_batch(p, status, apart, ids, seconds, headers, needed, failed);
+    i64 result = request_batch(p, status, apart, told, ids, seconds, headers, needed, failed);
     if (result != 1 || *needed > elements) return result;
     result = fs_plan_batch(p, ids, seconds, out, used, results, failed, copies, n_copies);
     return result ? result : 2;

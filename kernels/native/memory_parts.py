@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from freescale.compat import dlpack
-from freescale.kernels.native import build
+from freescale.kernels.native import c_library
 
 _P, _I64, _OBJECT = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
 
@@ -25,8 +25,8 @@ class Part(NamedTuple):
 
 @cache
 def _functions() -> tuple[Any, Any] | None:
-    """None where they cannot be built."""
-    library = build.load(*build.LIBRARIES["tensors of plans"])
+    """None without the C library."""
+    library = c_library.load()
     if library is None:
         return None
     with_lock = ctypes.PyDLL(library._name)  # they call Python

@@ -8,11 +8,13 @@ reads and updates is data flow like any other.
 Counts (rows per peer) are CPU int64 tensors of length world, so a graph does not grow with the world. Where they say
 NOBODY (batch_plan.py), on every rank, a launch has nothing to do: what it returns has no rows, and no wait.
 
-    plan_now                ids of this batch -> the plan of its exchange, everything urgent (collective)
-    checked_rows            ids of this batch -> rows of tables that every rank holds whole (collective)
-    count_values            how many values each key of a KeyedJaggedTensor has
+    plan_now                ids of this batch -> the plan of its exchange, everything urgent (collective); raises on
+                            every rank where an id or a KeyedJaggedTensor (`fault`) of any rank is wrong
+    checked_rows            ids of this batch -> rows of tables that every rank holds whole (collective); likewise
+    count_values            how many values each key of a KeyedJaggedTensor has, and what is wrong with it; with a group
+                            it raises on every rank where one is wrong (collective)
     checked_weights         weights of ids, once every rank has said that it has as many as ids (collective)
-    expect_ids              raises unless the ids are the planned ones
+    expect_ids              raises unless the ids are the planned ones, and each key has as many as was planned
     exchange_forward        rows from their owners to the ranks that requested them
     exchange_backward       their gradients back, summed and applied by the owner
     all_to_all_rows_launch  start of an all-to-all of table rows
@@ -52,13 +54,21 @@ def implement(name: str, function: Callable[..., Any], on_gpu: bool = False) -> 
 
 lib.define(
     "plan_now(Tensor[] ids, int[] firsts, int[] sizes, Tensor bounds, Tensor shifts, Tensor starts, "
-    "str table, str group_name) -> (Tensor inverse, Tensor order, Tensor ends, Tensor recv_counts, "
+    "str table, str group_name, Tensor? fault=None) -> (Tensor inverse, Tensor order, Tensor ends, Tensor recv_counts, "
     "Tensor rows, Tensor send_counts, Tensor own_rows, Tensor own_order, Tensor own_ends)"
 )
-lib.define("checked_rows(Tensor[] ids, int[] firsts, int[] sizes, str table, str group_name) -> Tensor")
-lib.define("count_values(Tensor lengths, str reader) -> Tensor")
+lib.define(
+    "checked_rows(Tensor[] ids, int[] firsts, int[] sizes, str table, str group_name, Tensor? fault=None) -> Tensor"
+)
+lib.define(
+    "count_values(Tensor lengths, Tensor? offsets, Tensor values, int keys, bool unique_keys, str reader, "
+    "str? group_name=None) -> (Tensor counts, Tensor fault)"
+)
 lib.define("checked_weights(Tensor weights, Tensor ids, str features, str group_name) -> Tensor")
-lib.define("expect_ids(Tensor token, Tensor[] ids, Tensor planned, Tensor step, str table) -> Tensor")
+lib.define(
+    "expect_ids(Tensor token, Tensor[] ids, Tensor planned, Tensor step, str table, Tensor? lengths=None, "
+    "Tensor? counts=None, Tensor? fault=None) -> Tensor"
+)
 lib.define(
     "exchange_forward(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, SymInt n_recv, "
     "int priority, str table, str group_name) -> Tensor"
@@ -118,7 +128,7 @@ def _rows_like(x: torch.Tensor, n: int | torch.SymInt) -> torch.Tensor:
 
 
 @torch.library.register_fake("freescale::plan_now", lib=lib)
-def _plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
+def _plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name, fault=None):
     ctx = torch.library.get_ctx()
     positions = sum(i.shape[0] for i in ids)
     unique, sent, own = ctx.new_dynamic_size(), ctx.new_dynamic_size(), ctx.new_dynamic_size()
@@ -139,13 +149,14 @@ def _plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name):
 
 
 @torch.library.register_fake("freescale::checked_rows", lib=lib)
-def _checked_rows(ids, firsts, sizes, table, group_name):
+def _checked_rows(ids, firsts, sizes, table, group_name, fault=None):
     return ids[0].new_empty(sum(i.shape[0] for i in ids), dtype=torch.int64)
 
 
 @torch.library.register_fake("freescale::count_values", lib=lib)
-def _count_values(lengths, reader):
-    return lengths.new_empty(lengths.shape[0], dtype=torch.int64)
+def _count_values(lengths, offsets, values, keys, unique_keys, reader, group_name=None):
+    on_host = torch.empty(0, dtype=torch.int64, device="cpu")
+    return on_host.new_empty(keys), on_host.new_empty(3)
 
 
 @torch.library.register_fake("freescale::checked_weights", lib=lib)
@@ -154,7 +165,7 @@ def _checked_weights(weights, ids, features, group_name):
 
 
 @torch.library.register_fake("freescale::expect_ids", lib=lib)
-def _expect_ids(token, ids, planned, step, table):
+def _expect_ids(token, ids, planned, step, table, lengths=None, counts=None, fault=None):
     return torch.empty_like(token)
 
 
@@ -240,3 +251,8 @@ for _suffix in ("", *(f"_{name}" for name in LAUNCH_SUFFIXES)):
         inductor.register_launch_lowering(getattr(torch.ops.freescale, f"{_kind}_packed{_suffix}"))
 inductor.register_launch_lowering(torch.ops.freescale.all_reduce_launch)
 inductor.register_launch_lowering(torch.ops.freescale.all_reduce_launch_packed)
+
+# What all ranks do together, a rank must do whose rows or gradients are none. Inductor would omit it from the graph of
+# such a batch, which uses nothing of what comes out, and the other ranks would wait.
+_ops = inductor.ops_of("freescale")
+inductor.keep_unused(op for op in _ops if any(a.name in ("group_name", "group") for a in op._schema.arguments))

@@ -38,7 +38,8 @@ class ShardedTable(RegisteredTable, Protocol):
     def set_settings(self, settings: Any) -> None:
         """As `settings` returned them."""
 
-    # A table may also have count_step(), called before the first update of each step, or count_lookup(), called in each
+    # A table may also have stored(), the tensors that an update may write, where that is not `weight` alone;
+    # count_step(), called before the first update of each step, or count_lookup(), called in each
     # forward pass, where an update depends on the number of either; and for a GPU: sum_and_update(grad, rows, order,
     # ends), which sums the duplicates as sum_rows does and takes the step at once; and gather(rows), where its rows are
     # not simply those of `weight`.
@@ -51,6 +52,8 @@ _times_registered: Counter[str] = Counter()  # per preferred name
 update_counts: Counter[str] = Counter()
 backward_update_counts: Counter[str] = Counter()  # of those, by backward passes themselves: the others are late
 last_step_settings: dict[str, Any] = {}  # of each table in its last update that was not a late one
+_watched: WeakValueDictionary[str, WatchedTable] = WeakValueDictionary()
+_own_writes: Counter[int] = Counter()  # of all tables that share their storage, by its id: what updates added
 _after_backward: dict[str, list[Callable[[], None]]] = {}  # by table: who wants to know of such an update
 
 
@@ -64,6 +67,35 @@ def register(table: RegisteredTable, preferred_name: str) -> str:
     name = preferred_name if times == 1 else f"{preferred_name}#{times}"
     _tables[name] = table
     return name
+
+
+class WatchedTable:
+    """Tells whether anything but an update writes to a table: torch counts all writes that it sees.
+
+    Not those through `.data` or in a kernel of the user's own.
+    """
+
+    def __init__(self, table: ShardedTable) -> None:
+        tensors = table.stored() if hasattr(table, "stored") else (table.weight,)
+        self._tensors, self._key = [t for t in tensors if not t.is_inference()], id(tensors[0])
+
+    def version(self) -> int:
+        return sum(t._version for t in self._tensors)
+
+    def count_own(self, writes: int) -> None:
+        _own_writes[self._key] += writes
+
+    def other_writes(self) -> int:
+        """A number that changes with every write that is not an update's."""
+        return self.version() - _own_writes[self._key]
+
+
+def watch(name: str) -> WatchedTable:
+    """Its writes are told apart for as long as the caller keeps this."""
+    watched = _watched.get(name)
+    if watched is None:
+        watched = _watched[name] = WatchedTable(cast(ShardedTable, get_table(name)))
+    return watched
 
 
 def count_lookup(name: str) -> None:
@@ -86,7 +118,8 @@ def table_for_update(name: str, late: bool) -> Iterator[ShardedTable]:
     table = cast(ShardedTable, get_table(name))
     if not late and hasattr(table, "count_step"):
         table.count_step()
-    current = table.settings()
+    current, watched = table.settings(), _watched.get(name)
+    version = 0 if watched is None else watched.version()
     if not late:
         last_step_settings[name] = current
     settings = last_step_settings.get(name, current)
@@ -98,6 +131,8 @@ def table_for_update(name: str, late: bool) -> Iterator[ShardedTable]:
             yield table
         finally:
             table.set_settings(current)
+    if watched is not None:
+        watched.count_own(watched.version() - version)
     update_counts[name] += 1
     if not late:
         backward_update_counts[name] += 1

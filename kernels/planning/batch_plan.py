@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from freescale.kernels.planning.row_requests import Headers
@@ -33,6 +34,8 @@ class ExchangeCounts(NamedTuple):
     other_send: torch.Tensor
 
 
+Told = tuple[int, int]  # two numbers that ranks tell each other with a batch; planning does not look at them
+NOTHING: Told = (-1, 0)
 NOBODY = -1  # in place of a count: no rank sends anything to any other
 
 
@@ -117,14 +120,19 @@ class BatchPlan(Protocol):
     whole: bool
 
     def request(
-        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False
-    ) -> Headers | None:
+        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False,
+        tell: Told = NOTHING,
+    ) -> Headers | None:  # fmt: skip
         """Tell the other ranks what this one requests (ids of all features of all exchanges; status 0), or that it does
         not go on (no ids). Returns None if all ranks go on with valid ids, else what they say. Collective.
 
         `apart`: whether the batch and the one before it are to be kept apart, if this is rank 0, whose word counts:
         nothing is early or late between the two, and counts of what is say NOBODY.
         Where all go on and `room` is enough, it may do at once what `plan` would do with it."""
+
+    @property
+    def told(self) -> np.ndarray:
+        """[ranks, 2]: what each rank has told with the batch that is planned."""
 
     @property
     def apart(self) -> bool:

@@ -18,6 +18,7 @@ import torch
 from freescale.kernels.planning import native_plan, row_requests
 from freescale.kernels.planning.batch_plan import (
     GRADIENT_ARRAYS,
+    NOTHING,
     ROWS_ARRAYS,
     Copy,
     ExchangeCounts,
@@ -25,6 +26,7 @@ from freescale.kernels.planning.batch_plan import (
     Planned,
     PlannedExchange,
     Room,
+    Told,
 )
 from freescale.kernels.planning.exchange_plan import ExchangeTables
 from freescale.kernels.planning.rank_mesh import RankMesh
@@ -72,18 +74,23 @@ class NativeBatchPlan:
         self._needed_address, self._used_address, self._failed_address = map(ctypes.addressof, answers)
 
     def request(
-        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False
-    ) -> row_requests.Headers | None:
+        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False,
+        tell: Told = NOTHING,
+    ) -> row_requests.Headers | None:  # fmt: skip
         self._ids = None if ids is None else native_plan.FeatureIds(ids)
         address = None if self._ids is None else ctypes.addressof(self._ids)
         memory, elements, copies = room if room is not None else _NO_ROOM
         answer = native_plan.library().fs_request_and_plan(
-            self._address, status, apart, address, self._timeout, self._headers_address, self._needed_address,
-            self._failed_address, memory, elements, self._used_address, self._new_results(), _numbers(copies),
-            len(copies)
+            self._address, status, apart, (ctypes.c_int64 * 2)(*tell), address, self._timeout, self._headers_address,
+            self._needed_address, self._failed_address, memory, elements, self._used_address, self._new_results(),
+            _numbers(copies), len(copies)
         )  # fmt: skip
         self._planned_in = room if self._checked(answer) > _GO_ON else None
         return None if answer >= _GO_ON else row_requests.read_headers(self._headers, self._exchanges)
+
+    @property
+    def told(self) -> np.ndarray:
+        return row_requests.told(self._headers)
 
     @property
     def apart(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from freescale.kernels.native import build
+from freescale.kernels.native import c_library
 
 NO_MEMORY, INVALID_ID = -1, -2
 _KNOWN = (torch.int32, torch.int64)  # types of ids
@@ -34,7 +34,7 @@ _SIGNATURES = {  # P: pointer, n: number, d: double, v: nothing; the result come
     "fs_new_batch_plan": "PPnnPn",
     "fs_free_batch_plan": "vP",
     "fs_plan_batch": "nPPdPPPPPn",
-    "fs_request_and_plan": "nPnnPdPPPPnPPPn",
+    "fs_request_and_plan": "nPnnPPdPPPPnPPPn",
     "fs_room_of_last": "nP",
     "fs_plan_last": "nPPPP",
 }
@@ -45,8 +45,8 @@ RANK_LEFT = -3  # what a function returns where a rank has gone
 
 @cache
 def library() -> Any:
-    """The compiled functions; None where they cannot be built."""
-    functions = build.load(*build.LIBRARIES["planning"])
+    """The compiled functions; None without the C library."""
+    functions = c_library.load()
     if functions is not None:
         types = {"P": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double, "v": None}
         for name, kinds in _SIGNATURES.items():

@@ -136,7 +136,7 @@ def open_mesh(group: dist.ProcessGroup, peers: Collection[int] | None = None) ->
 def _open_listener(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _Place]:
     """Never raises: the other ranks are to hear of it."""
     if native_plan.library() is None:
-        return None, _Place("its C code cannot be built")
+        return None, _Place("freescale's C library is missing")
     try:
         listener = stack.enter_context(_listen())
         port, token = listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES)

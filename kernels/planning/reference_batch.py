@@ -14,6 +14,7 @@ from freescale.kernels.planning.batch_plan import (
     ALIGNMENT,
     GRADIENT_ARRAYS,
     NOBODY,
+    NOTHING,
     ROWS_ARRAYS,
     ExchangeCounts,
     Extent,
@@ -21,6 +22,7 @@ from freescale.kernels.planning.batch_plan import (
     Planned,
     PlannedExchange,
     Room,
+    Told,
 )
 from freescale.kernels.planning.exchange_plan import ExchangeTables, GradientsPlan, OwnRequests, Requests, RowsPlan
 
@@ -36,16 +38,19 @@ class ReferenceBatchPlan:
         self._send_counts: list[torch.Tensor] = []
         self._before: list[Requests] | None = None
         self.apart = False
+        self.told = np.empty((0, 2), dtype=np.int64)
 
     def request(
-        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False
-    ) -> row_requests.Headers | None:
+        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False,
+        tell: Told = NOTHING,
+    ) -> row_requests.Headers | None:  # fmt: skip
         features = iter(() if ids is None else ids)
         self._ids = [[] if ids is None else [next(features) for _ in t.first_rows] for t in self._tables]
         pairs = () if ids is None else zip(self._ids, self._tables, strict=True)
         self._own = [exchange_plan.own_requests(of_exchange, *tables) for of_exchange, tables in pairs]
-        headers = row_requests.exchange_headers(status, self._own, len(self._tables), self._world, self._group, apart)
-        self._send_counts, self.apart = headers.send_counts, headers.apart
+        tables = len(self._tables), self._world
+        headers = row_requests.exchange_headers(status, self._own, *tables, self._group, apart, tell)
+        self._send_counts, self.apart, self.told = headers.send_counts, headers.apart, headers.told
         return headers if any(headers.statuses) or any(headers.invalid_ids) else None
 
     @property

@@ -12,10 +12,18 @@ import torch.distributed as dist
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
 from freescale.kernels.planning import exchange_plan
+from freescale.kernels.planning.keyed_lengths import NO_FAULT, Fault
+
+_FIRST = 4  # place in a header of the first exchange's number
+_FAULTS = 1 << 32  # more than any number of a feature
 
 
 class IdOutsideTable(IndexError):
     """An id that its table does not have; raised on every rank at the same place."""
+
+
+class MalformedKeyedJaggedTensor(ValueError):
+    """Raised on every rank at the same place."""
 
 
 def request_rows(
@@ -25,9 +33,11 @@ def request_rows(
     owners: exchange_plan.OwnerMap,
     table: str,
     group: dist.ProcessGroup,
+    fault: Fault = NO_FAULT,
 ) -> exchange_plan.Requests:
-    """Tell each owner which of its rows this rank needs. An invalid id on any rank raises on every rank."""
-    own = exchange_plan.own_requests(ids, first_row_of_feature, table_sizes, owners)
+    """Tell each owner which of its rows this rank needs. An invalid id on any rank raises on every rank, and so does a
+    fault of what the ids are from."""
+    own = fault if fault.kind else exchange_plan.own_requests(ids, first_row_of_feature, table_sizes, owners)
     headers = exchange_headers(0, [own], 1, owners.starts.shape[0] - 1, group)
     require_valid_ids(headers, [table])
     assert isinstance(own, exchange_plan.OwnRequests)
@@ -39,58 +49,75 @@ class Headers(NamedTuple):
 
     statuses: list[int]  # of each rank: a number of the caller's
     send_counts: list[torch.Tensor]  # of each exchange, [world]: how many rows each rank requests from this one
-    invalid_ids: list[tuple[int, exchange_plan.InvalidId] | None]  # of each exchange: rank, and its first invalid id
+    invalid_ids: list[tuple[int, exchange_plan.InvalidId | Fault] | None]  # of each exchange: rank, and the first there
     apart: bool  # rank 0 wants the batch kept apart from the one before it
+    told: np.ndarray  # [ranks, 2]: two numbers of the caller's
 
 
 def header_width(exchanges: int) -> int:
-    """Status; apart or not; per exchange how many rows, feature and value of an invalid id (or -1)."""
-    return 2 + 3 * exchanges
+    """Status; apart or not; two numbers of the caller's; per exchange how many rows, feature and value of an invalid id
+    (or -1). In their place, of a Fault what was found, its kind, and what was wanted."""
+    return _FIRST + 3 * exchanges
 
 
 def kept_apart(received: np.ndarray) -> bool:
     return bool(received[0, 1])
 
 
+def told(received: np.ndarray) -> np.ndarray:
+    return received[:, 2:_FIRST].copy()
+
+
 def exchange_headers(
     status: int,
-    own: Sequence[exchange_plan.OwnRequests | exchange_plan.InvalidId],
+    own: Sequence[exchange_plan.OwnRequests | exchange_plan.InvalidId | Fault],
     exchanges: int,
     world: int,
     group: dist.ProcessGroup,
     apart: bool = False,
+    tell: tuple[int, int] = (-1, 0),
 ) -> Headers:
     """One small all-to-all. A rank that has nothing to request, since it will not go on, gives no `own`."""
     sent = np.zeros((world, header_width(exchanges)), dtype=np.int64)
     received = np.empty_like(sent)
-    sent[:, 0], sent[:, 1], sent[:, 3::3] = status, apart, -1
+    sent[:, 0], sent[:, 1], sent[:, 2:_FIRST], sent[:, _FIRST + 1 :: 3] = status, apart, tell, -1
     for i, requests in enumerate(own):
+        of_exchange = sent[:, _FIRST + 3 * i : _FIRST + 3 * i + 3]
         if isinstance(requests, exchange_plan.InvalidId):
-            sent[:, 3 * i + 3 : 3 * i + 5] = requests
+            of_exchange[:, 1:] = requests
+        elif isinstance(requests, Fault):
+            of_exchange[:] = requests.found, _FAULTS + requests.kind, requests.wanted
         else:
-            sent[:, 3 * i + 2] = requests.recv_counts.numpy()
+            of_exchange[:, 0] = requests.recv_counts.numpy()
     all_to_all_cpu(torch.from_numpy(received), torch.from_numpy(sent), [1] * world, [1] * world, group)
     return read_headers(received, exchanges)
 
 
 def read_headers(received: np.ndarray, exchanges: int) -> Headers:
     """[world, header_width]"""
-    invalid: list[tuple[int, exchange_plan.InvalidId] | None] = []
-    for features, values in zip(received[:, 3::3].T, received[:, 4::3].T, strict=True):
-        rank = int(np.argmax(features >= 0))
-        found = exchange_plan.InvalidId(int(features[rank]), int(values[rank]))
-        invalid.append((rank, found) if found.feature >= 0 else None)
-    counts = [torch.from_numpy(received[:, 3 * i + 2].copy()) for i in range(exchanges)]
-    return Headers(received[:, 0].tolist(), counts, invalid, kept_apart(received))
+    invalid: list[tuple[int, exchange_plan.InvalidId | Fault] | None] = []
+    of_exchanges = [received[:, _FIRST + 3 * i : _FIRST + 3 * i + 3] for i in range(exchanges)]
+    for of_exchange in of_exchanges:
+        rank = int(np.argmax(of_exchange[:, 1] >= 0))
+        count, feature, value = of_exchange[rank].tolist()
+        if feature >= _FAULTS:
+            invalid.append((rank, Fault(feature - _FAULTS, count, value)))
+        else:
+            invalid.append((rank, exchange_plan.InvalidId(feature, value)) if feature >= 0 else None)
+    counts = [torch.from_numpy(of_exchange[:, 0].copy()) for of_exchange in of_exchanges]
+    return Headers(received[:, 0].tolist(), counts, invalid, kept_apart(received), told(received))
 
 
 def require_valid_ids(headers: Headers, tables: Sequence[str]) -> None:
     """Raises on every rank alike."""
     for table, invalid in zip(tables, headers.invalid_ids, strict=True):
-        if invalid is not None:
-            rank, (feature, value) = invalid
-            where = table_registry.get_table(table).describe(feature)
-            raise IdOutsideTable(f"freescale: rank {rank}: id {value} is outside {where}")
+        if invalid is None:
+            continue
+        rank, what = invalid
+        if isinstance(what, Fault):
+            raise MalformedKeyedJaggedTensor(f"freescale: rank {rank}: {table}: {what.describe()}")
+        where = table_registry.get_table(table).describe(what.feature)
+        raise IdOutsideTable(f"freescale: rank {rank}: id {what.id} is outside {where}")
 
 
 def send_requests(
@@ -119,9 +146,11 @@ def split_colliding(
     return exchange_plan.split_batches(received, collision, before, after)
 
 
-def compare_invalid_ids(invalid: tuple[int, int] | None, table: str, group: dist.ProcessGroup) -> None:
-    """An invalid (feature, id) on any rank raises on every rank; for a lookup that requests nothing."""
-    own = [] if invalid is None else [exchange_plan.InvalidId(*invalid)]
+def compare_invalid_ids(
+    invalid: tuple[int, int] | None, table: str, group: dist.ProcessGroup, fault: Fault = NO_FAULT
+) -> None:
+    """An invalid (feature, id) or a fault on any rank raises on every rank; for a lookup that requests nothing."""
+    own = [fault] if fault.kind else [] if invalid is None else [exchange_plan.InvalidId(*invalid)]
     require_valid_ids(exchange_headers(0, own, 1, group.size(), group), [table])
 
 

@@ -1,7 +1,7 @@
 """A message put on streams in one call, and a wait for it in one: native/transfers.c, which issue_python.py defines.
 
-So a launch costs Python the same whatever the number of peers and pieces, and Python's lock is given away once. Where
-the C code cannot be built, or the driver is none whose functions have addresses, Python does the same.
+So a launch costs Python the same whatever the number of peers and pieces, and Python's lock is given away once. Without
+the C library, or where the driver is none whose functions have addresses, Python does the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from freescale.kernels.native import build
+from freescale.kernels.native import c_library
 from freescale.kernels.transports.channel import Channel
 from freescale.kernels.transports.issue_python import PythonIssuer
 from freescale.kernels.transports.slot_rings import LaneTransfer
@@ -54,7 +54,7 @@ class _Piece(ctypes.Structure):
 @cache
 def _functions() -> dict[str, Any] | None:
     """Of transfers.c. Those that call the driver give Python's lock away; adding a few numbers up does not."""
-    library = build.load("transfers")
+    library = c_library.load()
     if library is None:
         return None
     holding_the_lock = ctypes.PyDLL(library._name)

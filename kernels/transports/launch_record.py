@@ -76,6 +76,10 @@ class RowsLaunch(NamedTuple):
 
 # Of urgent rows, by table, in the order in which they were launched; whoever wants to know empties it first.
 rows_launches: dict[str, RowsLaunch] = {}
+# How a rank has left the loop that is open, in words; "" if none has.
+why_rank_left: Callable[[], str] = str
+launched = 0  # launches so far: every rank makes the same ones in the same order
+awaited: RecordedWork | None = None  # the host is blocked until it is done
 # C++ holds a Work but not its Python half: that is kept here until somebody waits for it.
 _not_waited_for: dict[int, RecordedWork] = {}
 
@@ -125,6 +129,8 @@ class RecordedWork(dist.Work):
         self.stream_waits = _stream_waits(out.device) if out.is_cuda else None
         self.record = LaunchRecord(label, out.nbytes if size is None else size)
         records.append(self.record)
+        global launched
+        self.number = launched = launched + 1
         _not_waited_for[id(self)] = self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -135,9 +141,10 @@ class RecordedWork(dist.Work):
             with profiler_range("wait for", r.label):
                 self._wait(r)
         except RuntimeError as error:
+            why = why_rank_left()
             raise RuntimeError(
-                f"freescale: rank {self.group.rank()} waited for {r.label} ({r.bytes} bytes) in vain: a rank failed, "
-                f"left or was too slow for the group's time-out. The group says: {error}"
+                f"freescale: {why and f'{why}; '}rank {self.group.rank()} waited for {r.label} ({r.bytes} bytes) in "
+                f"vain: a rank failed, left or was too slow for the group's time-out. The group says: {error}"
             ) from error
         finally:
             r.wait_ended = time.perf_counter()
@@ -149,7 +156,12 @@ class RecordedWork(dist.Work):
     def _wait(self, record: LaunchRecord) -> None:
         record.arrived_before_wait = self.work.is_completed()
         if (waits := self.stream_waits) is None:
-            self.work.wait()
+            global awaited
+            awaited = self
+            try:
+                self.work.wait()
+            finally:
+                awaited = None
             return
         stream = waits.driver.current_stream()
         began = waits.driver.record_event(stream, timing=True)
@@ -216,6 +228,22 @@ def add_host_wait(label: str, began: float, ended: float) -> None:
     record.launched = record.wait_began = began
     record.wait_ended = ended
     records.append(record)
+
+
+def begin_wait(label: str, device: torch.device) -> Callable[[], None]:
+    """Record what the current stream of a GPU, or the host, waits from here to the call of what this returns."""
+    record = LaunchRecord(label, 0)
+    record.wait_began = record.launched
+    waits = _stream_waits(device) if device.type == "cuda" else None
+    began = None if waits is None else waits.driver.record_event(waits.driver.current_stream(), timing=True)
+
+    def end() -> None:
+        if waits is not None:
+            waits.add(record, (began, waits.driver.record_event(waits.driver.current_stream(), timing=True)))
+        record.wait_ended = time.perf_counter()
+        records.append(record)
+
+    return end
 
 
 class record_host_wait:  # noqa: N801  (used as a statement)

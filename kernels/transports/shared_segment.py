@@ -1,6 +1,8 @@
-"""Memory that all ranks of one host share: a file in /dev/shm that is unlinked once everyone has it open.
+"""Memory that all ranks of one host share: a file in /dev/shm that has no name, so the kernel removes it with the last
+rank that has it open, however that rank ends.
 
-Ranks first tell each other where they are; memory is reserved only where all of them are on one host.
+Ranks first tell each other where they are; memory is reserved only where all of them are on one host. Rank 0 opens the
+file and passes it to the others over Unix sockets, whose addresses are no files either.
 Each rank holds a lock on one byte of the file. The kernel drops it when the process ends, however it ends, so the
 others can see who is gone.
 """
@@ -15,7 +17,9 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -44,28 +48,57 @@ def host_id() -> str:
 
 def share_segment(nbytes: int, rank: int, group: dist.ProcessGroup) -> tuple[SharedSegment | None, str]:
     """A segment that every rank of the group has mapped, or none and why not. Collective over a CPU group."""
-    hosts = len(set(_all_gather(host_id(), group)))
-    if hosts > 1:
-        return None, f"the ranks are on {hosts} hosts, or in containers that do not share {_FOLDER}"
-    path: list[str | None] = [None]
-    segment, reason = None, ""
-    if rank == 0:
-        segment, reason = _make_segment(nbytes)
-        path[0] = segment.path if segment is not None else None
-    dist.broadcast_object_list(path, group=group, group_src=0)
-    if rank != 0 and path[0] is not None:
-        try:
-            segment = SharedSegment(path[0], nbytes, rank, create=False)
-        except OSError:
-            reason = f"rank {rank} does not share {_FOLDER} with rank 0"
-    reasons = _all_gather(reason or ("" if segment is not None else "rank 0 has none"), group)
-    if rank == 0 and segment is not None:
-        os.unlink(segment.path)  # nothing is left behind, whatever happens from here on
-    if all(not r for r in reasons):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox, contextlib.ExitStack() as undo:
+        places = _all_gather(_place(inbox), group)
+        hosts = len({host for host, _ in places})
+        if hosts > 1:
+            return None, f"the ranks are on {hosts} hosts, or in containers that do not share {_FOLDER}"
+        identity: list[tuple[int, int] | None] = [None]
+        segment, reason = None, ""
+        if rank == 0:
+            segment, reason = _make_segment(nbytes)
+            if segment is not None:
+                segment.send(inbox, [address for _, address in places[1:]])
+                identity[0] = _identity(segment.file)
+        dist.broadcast_object_list(identity, group=group, group_src=0)
+        if rank != 0 and identity[0] is not None:
+            try:
+                segment = SharedSegment(_receive_file(inbox, identity[0]), nbytes, rank)
+            except OSError:
+                reason = f"rank {rank} did not receive the memory of rank 0 (do their containers share a network?)"
+        if segment is not None:
+            undo.callback(segment.close)
+        reasons = _all_gather(reason or ("" if segment is not None else "rank 0 has none"), group)
+        if any(reasons):
+            return None, next(r for r in reasons if r)
+        undo.pop_all()
         return segment, ""
-    if segment is not None:
-        segment.close()
-    return None, next(r for r in reasons if r)
+
+
+def _place(inbox: socket.socket) -> tuple[str, bytes]:
+    """Where this rank is, and the address of its inbox, which is in no folder."""
+    try:
+        inbox.setblocking(False)
+        inbox.bind(f"\0freescale-{secrets.token_hex(16)}")
+        return host_id(), inbox.getsockname()
+    except OSError:
+        return secrets.token_hex(8), b""  # shares with no other rank
+
+
+def _identity(file: int) -> tuple[int, int]:
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino
+
+
+def _receive_file(inbox: socket.socket, identity: tuple[int, int]) -> int:
+    """The one that rank 0 sent. Files that another process sent are closed."""
+    while True:
+        _, files, *_ = socket.recv_fds(inbox, 1, 1)
+        for file in files:
+            if _identity(file) == identity:
+                os.set_inheritable(file, False)
+                return file
+            os.close(file)
 
 
 def _make_segment(nbytes: int) -> tuple[SharedSegment | None, str]:
@@ -73,7 +106,7 @@ def _make_segment(nbytes: int) -> tuple[SharedSegment | None, str]:
     try:
         free = _free_bytes()
         if free >= nbytes:
-            return SharedSegment(f"{_FOLDER}/freescale-{secrets.token_hex(8)}", nbytes, 0, create=True), ""
+            return SharedSegment(_file_without_name(), nbytes, 0, reserve=True), ""
         there, needed = free / 2**20, nbytes / 2**20
         reason = f"{_FOLDER} has {there:.1f} MiB free, and the ranks of this host need {needed:.1f} there"
     except OSError as error:
@@ -82,36 +115,46 @@ def _make_segment(nbytes: int) -> tuple[SharedSegment | None, str]:
     return None, reason
 
 
+def _file_without_name() -> int:
+    try:
+        return os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:  # a file system without such files (gVisor's)
+        return os.memfd_create("freescale", os.MFD_CLOEXEC)
+
+
 def _free_bytes() -> int:
     found = os.statvfs(_FOLDER)
     return found.f_bavail * found.f_frsize
 
 
-def _all_gather(text: str, group: dist.ProcessGroup) -> list[str]:
-    texts: list[str] = [""] * group.size()
-    dist.all_gather_object(texts, text, group=group)
-    return texts
+def _all_gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 class SharedSegment:
     """One rank's view of the shared file."""
 
-    def __init__(self, path: str, nbytes: int, rank: int, create: bool) -> None:
-        self.path, self.nbytes = path, nbytes
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
-        self._file = os.open(path, flags, 0o600)
+    def __init__(self, file: int, nbytes: int, rank: int, reserve: bool = False) -> None:
+        """Takes the open `file`."""
+        self.file, self.nbytes = file, nbytes
         try:
-            if create:
-                os.posix_fallocate(self._file, 0, nbytes)  # else a full /dev/shm would kill us at the first touch
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-            self.bytes = np.frombuffer(mmap.mmap(self._file, nbytes), np.uint8)
+            if reserve:
+                os.posix_fallocate(file, 0, nbytes)  # else a full /dev/shm would kill us at the first touch
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+            self.bytes = np.frombuffer(mmap.mmap(file, nbytes), np.uint8)
             self.address: int = self.bytes.ctypes.data
         except BaseException:
-            os.close(self._file)
-            if create:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+            self.close()
             raise
+
+    def send(self, sender: socket.socket, addresses: Sequence[bytes]) -> None:
+        """Who does not get the file says so later."""
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", self.file))]
+        for address in addresses:
+            with contextlib.suppress(OSError):
+                sender.sendmsg([b"file"], ancillary, 0, address)
 
     def words(self, offset: int, count: int) -> np.ndarray:
         """`count` 32-bit words, a cache line each."""
@@ -120,14 +163,14 @@ class SharedSegment:
     def is_held_by(self, rank: int) -> bool:
         """Whether that rank, not this one, still has the segment."""
         query = struct.pack(_FLOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
-        kind = struct.unpack(_FLOCK_FORMAT, fcntl.fcntl(self._file, fcntl.F_GETLK, query))[0]
+        kind = struct.unpack(_FLOCK_FORMAT, fcntl.fcntl(self.file, fcntl.F_GETLK, query))[0]
         return kind != fcntl.F_UNLCK
 
     def close(self) -> None:
         """Let go: the others see it. The mapping itself ends with the last array that looks into it."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
 
 class PeerLiveness:

@@ -6,7 +6,7 @@ import ctypes
 from functools import cache
 from typing import Any
 
-from freescale.kernels.native import build
+from freescale.kernels.native import c_library
 from freescale.runtime.balance.partition import Partition
 
 _ARRAYS = ("counts", "home", "sizes", "keys", "loads")
@@ -23,8 +23,8 @@ class _Partition(ctypes.Structure):
 
 @cache
 def library() -> Any:
-    """None where it cannot be built."""
-    functions = build.load(*build.LIBRARIES["balancing of samples"])
+    """None without the C library."""
+    functions = c_library.load()
     if functions is not None:
         functions.fs_improve.restype = ctypes.c_int64
         functions.fs_improve.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]

@@ -4,8 +4,7 @@ Costs are integers here, and nothing depends on a clock: every rank that starts 
 partition. Only the time that it takes varies from machine to machine. Where the first partition comes from is in
 assignment.py, what a user sees in solver.py.
 
-What is written here is the definition. Where C code can be built and there is no memory cap, that does the same
-(native_swaps.py).
+What is written here is the definition. Where there is no memory cap, C code does the same (native_swaps.py).
 
 In one round the heaviest rank is paired with the lightest one, the second heaviest with the second lightest and so on,
 and every such pair swaps the two samples that bring it closest to where it should be. All pairs of a round are searched

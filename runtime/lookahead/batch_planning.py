@@ -24,6 +24,7 @@ from freescale.runtime import batch_structure
 from freescale.runtime.balance.integer_problem import BalanceError
 from freescale.runtime.lookahead.overlap_choice import OverlapChoice
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
+from freescale.runtime.meter import RankTimes
 from freescale.runtime.samples.batch_balancer import BatchBalancer
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
 from freescale.runtime.tables.plan_block import PinnedMemory, PlanBlock, move_others, packable_tensors
@@ -52,6 +53,7 @@ class _Loaded:
     leaves: list[Any] = field(default_factory=list)  # tensors and KeyedJaggedTensors of the batch
     ids: list[list[torch.Tensor]] = field(default_factory=list)  # per exchange and feature
     value_counts: dict[str, int] = field(default_factory=dict)  # of the keys of its KeyedJaggedTensors
+    count_tensor: torch.Tensor | None = None  # the same; None without keys
     for_balancer: list[int] = field(default_factory=lambda: _NOTHING_TO_BALANCE)
     loader_state: Any = None
     moved: batch_structure.BatchEvent | None = None  # what was brought to the device
@@ -71,10 +73,11 @@ class BatchPlanning:
         strict: bool,
         balancer: BatchBalancer | None,
         plan: BatchPlan,
+        times: RankTimes,
         choice: OverlapChoice | None = None,
     ) -> None:
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
-        self.balancer, self._plan, self._choice = balancer, plan, choice
+        self.balancer, self._plan, self._times, self._choice = balancer, plan, times, choice
         self.number = 0  # of the batch that is being loaded or planned
         self.busy_since: float | None = None  # with something that ends within the group's time-out
         self._batches: Iterator[Any] | None = None
@@ -128,7 +131,10 @@ class BatchPlanning:
             finally:
                 loaded.ended = time.perf_counter()
             if hasattr(self.loader, "state_dict"):
-                loaded.loader_state = copy.deepcopy(self.loader.state_dict())
+                try:
+                    loaded.loader_state = copy.deepcopy(self.loader.state_dict())
+                except Exception as error:  # noqa: BLE001  (for who asks: a wrapper may have the method around a list)
+                    loaded.loader_state = error
             self._require_same_structure(loaded)
             self._require_plannable(loaded.batch)
             if self.balancer is None:
@@ -159,9 +165,10 @@ class BatchPlanning:
         if loaded.status != _OK:
             return
         try:
-            tensors = packable_tensors(loaded.leaves, self._device)
+            counts = [] if loaded.count_tensor is None else [loaded.count_tensor]
+            tensors = packable_tensors([*loaded.leaves, *counts], self._device)
             loaded.block = PlanBlock(self._room, self._pinned, tensors)
-            if len(tensors) < len(loaded.leaves):
+            if len(tensors) - len(counts) < len(loaded.leaves):
                 loaded.batch, loaded.moved = move_others(loaded.batch, self._device)
         except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)
             loaded.status, loaded.error = _FAILED, error
@@ -171,7 +178,9 @@ class BatchPlanning:
         self.busy_since = time.monotonic()
         ids = None if loaded.status != _OK else [t for of_exchange in loaded.ids for t in of_exchange]
         apart = self._choice is not None and self._choice.keep_apart()
-        headers = self._plan.request(loaded.status, ids, None if loaded.block is None else loaded.block.room, apart)
+        room = None if loaded.block is None else loaded.block.room
+        headers = self._plan.request(loaded.status, ids, room, apart, self._times.tell())
+        self._times.hear(self._plan.told)
         if headers is None:
             return
         self._require_all_go_on(headers.statuses, loaded.error)
@@ -189,7 +198,8 @@ class BatchPlanning:
             block.make_room(needed)
         block.fill(self._plan.plan)
         planned = PlannedBatch(
-            self.number, loaded.batch, block, loaded.value_counts, loaded.loader_state, loaded.moved
+            self.number, loaded.batch, block, loaded.value_counts, loaded.count_tensor, loaded.loader_state,
+            loaded.moved,
         )
         planned.loaded = loaded.began, loaded.ended
         planned.apart = self._plan.apart
@@ -252,6 +262,8 @@ class BatchPlanning:
     def _find_ids(self, loaded: _Loaded) -> None:
         if self._id_places is None:
             by_feature, loaded.value_counts = batch_structure.feature_ids_and_counts(loaded.batch, self._features)
+            if loaded.value_counts:
+                loaded.count_tensor = torch.tensor(list(loaded.value_counts.values()))
         else:
             on_host = batch_structure.to_host([loaded.leaves[place] for place in self._id_places])
             by_feature = dict(zip(self._features, on_host, strict=True))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from freescale import config
 from freescale.compat import compiled_modules, distributed
 from freescale.kernels.ops import table_registry
 from freescale.runtime.balance.sample_cost import FittedCost
+from freescale.runtime.lookahead.exception_in_flight import describe_end_of_process, describe_exception
 from freescale.runtime.lookahead.loop_coordinator import coordinator_of
 from freescale.runtime.lookahead.loop_state import LoopState
 from freescale.runtime.lookahead.model_tables import compiled_parts, exchanges_of
@@ -30,7 +32,7 @@ from freescale.runtime.lookahead.overlap_choice import OverlapChoice
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planner import Planner
 from freescale.runtime.lookahead.pooled_bytes import PooledBytes
-from freescale.runtime.meter import METER, FinishedStep
+from freescale.runtime.meter import METER, FinishedStep, record_averages
 from freescale.runtime.recording import RecordedStats, Recorder, recorder
 from freescale.runtime.samples.batch_balancer import BalanceOptions, BatchBalancer, SampleInfo
 from freescale.runtime.samples.restore_outputs import restore_outputs
@@ -46,10 +48,14 @@ class LookaheadLoader:
             loss = model(batch); loss.backward(); optimizer.step()
 
     loader     any iterable of batches: tensors, KeyedJaggedTensors, or dicts, lists, tuples, dataclasses of them, of
-               one structure. A feature that the model looks up is a key of a KeyedJaggedTensor, or the dict key or
-               field name of an integer tensor. Batches are handed out in order, on the model's device; they are loaded
-               up to two steps ahead of the next one, so the loader must not write into a batch that it has given away.
-               One with a state (`state_dict`, `load_state_dict`) is asked for it at every batch: see `state_dict` below
+               one structure (what holds no tensors may change). A feature that the model looks up is a key of a
+               KeyedJaggedTensor, or else the dict key or field name of an integer tensor. Batches are handed out in
+               order, on the model's device; they are loaded up to two steps ahead of the next one, so the loader must
+               not write into a batch that it has given away. If it has a state (`state_dict`, `load_state_dict`), it is
+               asked for that at every batch, and these methods of the wrapper tell the state behind the batch that was
+               handed out last, and load one; else there are none. What else the loader has (`sampler`, `dataset`,
+               `batch_size`, ...) is read and set through the wrapper. Around another LookaheadLoader, this one plans in
+               its place
     model      compiled: by model.compile(backend="freescale"), by torch.compile (what it returned), or in parts: not
                compiled itself, with compiled modules in it, as DistributedModelParallel around a compiled model. What
                a step calls is the compiled part, through the model or not; if there are several, it is the model
@@ -86,7 +92,7 @@ class LookaheadLoader:
         overlap: bool | None = None,
     ) -> None:
         self._parts = compiled_parts(model)
-        self.loader, self.model = loader, model
+        self.model = model
         self._settings = _settings_of(self._parts[0])
         self.strict = self._settings.strict if strict is None else strict
         if overlap is not None and not isinstance(overlap, bool):
@@ -112,23 +118,73 @@ class LookaheadLoader:
         self._moved: SampleInfo | None = None  # of the batch that was handed out last
         self._recorder: Recorder | None = None
         self._looping = False
-        self._loader_state: Any = None  # of the loader behind that batch; None: the loader's own is right
+        self._loader_state: Any = None  # of the loader behind that batch, or its error; None: the loader's own is right
+        self.loader: Any = self._unwrapped(loader)  # last: from here on __setattr__ knows what is the loader's
+        self._offer_state()
+
+    def _unwrapped(self, loader: Any) -> Any:
+        """What is inside of a LookaheadLoader around which this one is put (by a framework, say)."""
+        if not isinstance(loader, LookaheadLoader):
+            return loader
+        if loader.exchanges != self.exchanges or loader._balance != self._balance:
+            raise ValueError(
+                "freescale: a LookaheadLoader around another one plans in its place, so both must have the same model "
+                "and the same `balance`; wrap the loader that is inside once"
+            )
+        return loader.loader
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of copy.copy: methods of the original are none of its own
+        vars(self).update(state)
+        self._offer_state()
+
+    def _offer_state(self) -> None:
+        """`state_dict` and `load_state_dict` where the loader has them: who looks for them must find the methods on the
+        object (from Python 3.12 on, isinstance of a protocol does not ask __getattr__), or nothing."""
+        for name in ("state_dict", "load_state_dict"):
+            vars(self).pop(name, None)
+            if hasattr(self.loader, name) and not (name == "state_dict" and self._lacks_state):
+                vars(self)[name] = getattr(self, f"_{name}")
+
+    @property
+    def _lacks_state(self) -> bool:
+        """Its `state_dict` is that of a wrapper around a loader without one. (This shows at the first batch.)"""
+        return isinstance(self._loader_state, (AttributeError, NotImplementedError))
+
+    def __getattr__(self, name: str) -> Any:
+        """`sampler`, `dataset`, `batch_size` and whatever else the loader has."""
+        loader = self.__dict__.get("loader")
+        if name in ("state_dict", "load_state_dict"):  # who looks for them must not find the loader's: it is ahead
+            error = self.__dict__.get("_loader_state")
+            why = f": {error}" if isinstance(error, Exception) else ""
+            raise AttributeError(f"freescale: the loader has no {name}; it is a {type(loader).__name__}{why}")
+        if name.startswith("_") or loader is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What only the loader has (`worker_init_fn`, `epoch`) is set there."""
+        own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if own or not hasattr(self.__dict__.get("loader"), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.loader, name, value)
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        return len(self.loader)
 
-    def state_dict(self) -> Any:
+    def _state_dict(self) -> Any:
         """The loader's state behind the batch that was handed out last. (The loader itself is ahead of it.)"""
-        if not hasattr(self.loader, "state_dict"):
-            raise TypeError(f"freescale: the loader has no state_dict; it is a {type(self.loader).__name__}")
+        if isinstance(self._loader_state, Exception):  # the loader's own, when it was asked at that batch
+            raise self._loader_state
         return self.loader.state_dict() if self._loader_state is None else copy.deepcopy(self._loader_state)
 
-    def load_state_dict(self, state: Any) -> None:
+    def _load_state_dict(self, state: Any) -> None:
         """The next loop goes on there."""
         if self._looping:
             raise RuntimeError("freescale: load_state_dict of a LookaheadLoader whose loop is on; leave the loop first")
-        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+        self.loader.load_state_dict(state)
         self._loader_state = None
+        self._offer_state()
 
     def stats(self) -> list[dict[str, Any]]:
         """What this rank's exchanges were, one entry per step and exchange of the last loop (its last 10,000).
@@ -202,12 +258,15 @@ class LookaheadLoader:
         self._balance_stats.clear()
         self._recorder = self._balance_stats.to = recorder(self._settings.record)
         loop, defer_errors = self._coordinator.open_loop(self.model, self._parts, self.exchanges), False
-        self._looping = True
+        self._looping, handled_before = True, id(sys.exc_info()[1])
+        exception: str | None = None
 
         def close() -> None:
-            self._coordinator.close_loop(loop, defer_errors)
+            why = describe_end_of_process() if exception is None else exception
+            self._coordinator.close_loop(loop, defer_errors, why)
 
-        stop_listening: Callable[[], None] | None = None  # to backward passes
+        stop_listening: list[Callable[[], None]] = []  # to backward passes
+        planner: Planner | None = None
         # At exit, a loop that is still open somewhere is closed while threads can still run.
         atexit.register(close)
         try:
@@ -217,11 +276,13 @@ class LookaheadLoader:
             planner = Planner(self.loader, self.exchanges, connection, *settings)
             loop.stop_planning, loop.peek_batch = planner.stop, planner.peek
             loop.batches_ordered = lambda: planner.ordered
+            self._coordinator.stack.watch(loop, planner)
             loop.planning_failed, loop.why_planning_failed = lambda: planner.failed, planner.why_failed
-            names = [x.name for x in self.exchanges]
-            stop_listening = table_registry.call_after_backward(names, planner.table_updated)
+            names, device = [x.name for x in self.exchanges], self.exchanges[0].anchor.device
+            stop_listening.append(table_registry.call_after_backward(names, planner.table_updated))
+            stop_listening.append(record_averages(self.model, names, device))
             while True:
-                finished = METER.mark(device=self.exchanges[0].anchor.device if self.exchanges else None)
+                finished = METER.mark(device=device)
                 planned = None
                 try:
                     planned = planner.take()
@@ -232,18 +293,24 @@ class LookaheadLoader:
                     break
                 METER.name_step(planned.number)
                 self._coordinator.stack.require_innermost(loop)
+                planner.times.ended(planned.number - 1, finished)
                 batch = self._hand_out(loop, planned, balancer, finished)
                 planner.plan_another()
                 yield batch
-            self._loader_state = None
-        except GeneratorExit:  # `break`, or an exception in the loop
-            defer_errors = True
+            exception = ""
+            self._loader_state = self._loader_state if self._lacks_state else None
+        except GeneratorExit as closed:  # `break`, or an exception in the loop
+            defer_errors, exception = True, describe_exception(sys._getframe().f_back, closed, handled_before)
+            raise
+        except BaseException as error:
+            known_to_all = planner is None or planner.error is error
+            exception = "" if known_to_all else type(error).__name__
             raise
         finally:
             self._looping = False
             METER.pause()
-            if stop_listening is not None:
-                stop_listening()
+            for stop in stop_listening:
+                stop()
             atexit.unregister(close)
             close()
 
@@ -261,7 +328,9 @@ class LookaheadLoader:
             if before.apart == before.next_apart:
                 self._choice.step_finished(before.apart, finished)
         loop.hand_out(planned)
-        self._loader_state = planned.loader_state
+        lacked_state, self._loader_state = self._lacks_state, planned.loader_state
+        if self._lacks_state != lacked_state:
+            self._offer_state()
         if balancer is not None:
             self._moved = balancer.take(planned.number, None if before is None else finished)
         for exchange, plan in zip(self.exchanges, planned.plans, strict=True):

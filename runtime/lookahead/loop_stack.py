@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
+from freescale.kernels.transports import launch_record
 from freescale.runtime.lookahead.loop_state import UNKNOWN_BATCH, LoopState
+from freescale.runtime.lookahead.planner import Planner
 from freescale.runtime.lookahead.planning_connection import PlanningConnection
 from freescale.runtime.lookahead.rank_status import Action, RankStatus, RankSync, require_expected_batch
 from freescale.runtime.tables.table_exchange import Exchange
 
 log = logging.getLogger(__name__)
+
+# Ranks that an exception leaves together come within that; one that waits for this rank does not come at all.
+_SECONDS_AFTER_EXCEPTION = 5.0
 
 
 class LoopStack:
@@ -51,6 +57,7 @@ class LoopStack:
         self._opened += 1
         loop = LoopState(exchanges, self._opened)
         self.loops.append(loop)
+        self._explain_failed_waits()
         return loop
 
     def planning_connection(self, depth: int) -> PlanningConnection:
@@ -68,19 +75,34 @@ class LoopStack:
                 "other is still running; finish or close the inner one first"
             )
 
-    def close_innermost(self) -> RuntimeError | None:
-        """End the innermost loop and its planning. Returns what went wrong."""
+    def close_innermost(self, exception: str = "") -> RuntimeError | None:
+        """End the innermost loop and its planning. Returns what went wrong. `exception`: why this rank leaves
+        the loop. Then others may be waiting for it where it cannot know, so it waits for them no longer than seconds.
+        Otherwise as long as in training: one that waits for this rank finds in the store that it need not."""
         loop, failure = self.loops[-1], None
+        why = self._sync.post_left(loop, exception)
+        limit = _SECONDS_AFTER_EXCEPTION if exception else self.timeout.total_seconds()
         try:
-            self._agree_on_end(loop)
+            with self._sync.waiting_at_most(limit):
+                self._agree_on_end(loop)
         except RuntimeError as error:
             failure = error
         loop.refuse_further_backwards()
-        loop.stop_planning(loop.batches_behind, loop.failure is None or loop.failure_known_to_all)
+        together = loop.failure is None or loop.failure_known_to_all
+        loop.stop_planning(loop.batches_behind, together, "" if together else why)
         self.loops.pop()
+        self._explain_failed_waits()
         if loop.planning_group_failed:  # every rank knows: the next loop makes a new one
             self._planning[len(self.loops)] = None
         return failure
+
+    def watch(self, loop: LoopState, planner: Planner) -> None:
+        """Neither the training nor a thread that plans for it waits for a rank that has left the loop."""
+        planner.when_idle = partial(self._sync.release_wait, loop)
+        planner.why_unplanned = partial(self._sync.why_unplanned, loop)
+
+    def _explain_failed_waits(self) -> None:
+        launch_record.why_rank_left = partial(self._sync.why_left, self.loops[-1]) if self.loops else str
 
     def _agree_on_end(self, loop: LoopState) -> None:
         """All ranks agree on the end of a loop, and apply what is pending."""
@@ -100,9 +122,7 @@ class LoopStack:
         elif lost := loop.describe_loss():
             raise RuntimeError(lost) from cause
         elif self._sync.failure is not None:
-            log.warning(
-                "freescale: a loop has ended and no gradients are lost, but it was the last: %s", self._sync.failure
-            )
+            log.warning("freescale: a loop has ended without the other ranks, and it was the last: %s", loop.failure)
 
     def synchronize(self, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
         """In the innermost loop: see RankSync. Who trains has the batch that is expected, on every rank."""
@@ -122,7 +142,7 @@ class LoopStack:
         if not may_begin or received not in (loop.batch_number, UNKNOWN_BATCH):
             return False
         own = self._sync.status(loop, Action.TRAIN, received)
-        if max(own.pending, own.incomplete) >= 0 or own.planning_failed:
+        if max(own.pending, own.incomplete) >= 0 or own.planning_failed or own.written:
             return False
         self._sync.say_begun(own)
         return True

@@ -16,7 +16,7 @@ import torch
 from freescale.compat import dynamo
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import EARLY
-from freescale.kernels.transports import open_transports
+from freescale.kernels.transports import launch_record, open_transports
 from freescale.runtime import batch_structure
 from freescale.runtime.lookahead import late_gradients
 from freescale.runtime.lookahead.begun_step import RowsOfBegunStep
@@ -28,7 +28,7 @@ from freescale.runtime.tables.table_exchange import Exchange
 _wait = torch.ops._c10d_functional.wait_tensor
 
 # Which batch reached the model: the number of one of the loader's, or
-UNKNOWN_BATCH, FOREIGN_BATCH = -1, -2
+UNKNOWN_BATCH, FOREIGN_BATCH, CHANGED_BATCH = -1, -2, -3
 
 
 class LoopState:
@@ -36,11 +36,12 @@ class LoopState:
 
     def __init__(self, exchanges: list[Exchange], number: int) -> None:
         self.exchanges, self.number = exchanges, number
+        self._launched_before = launch_record.launched
         self.current: PlannedBatch | None = None  # handed out last
         self.closed = False  # all ranks have agreed that it ends
         self.failure: str | None = None  # why the ranks can agree on nothing any more
         self.failure_known_to_all = False  # every rank has heard it from all others
-        self.stop_planning: Callable[[int, bool], None] = lambda more, together: None
+        self.stop_planning: Callable[[int, bool, str], None] = lambda more, together, reason: None
         self.planning_failed: Callable[[], bool] = lambda: False  # on this rank, and its group with it
         self.why_planning_failed: Callable[[], str] = lambda: ""
         self.peek_batch: Callable[[], PlannedBatch | None] = lambda: None  # the one that will be handed out next
@@ -52,12 +53,22 @@ class LoopState:
         self._previous: list[StepPlan | None] = [None] * len(exchanges)
         self._updates_before: list[int] | None = None  # of each table when the step began; None outside a step
         self._backwards_before: list[int] = [0] * len(exchanges)  # of each table when the last forward pass ended
+        self._watched = [table_registry.watch(x.name) for x in exchanges]
+        self._other_writes: list[int] | None = None  # to each table when the last step began
+        self.early_rows_outdated = False  # on some rank, and every rank knows: tables were written since
         self.rows_of_begun = RowsOfBegunStep(exchanges)
-        # The tensors with ids of the last batches, to recognise a batch that comes again.
+        # What holds the ids of the last batches, to recognize a batch that comes again.
         self._handed_out: deque[tuple[int, list[weakref.ref[Any]]]] = deque(maxlen=4)
+        self._versions: list[int] = []  # of the tensors in the last one: each in-place write counts one up
 
     def fail(self, reason: str, known_to_all: bool = False) -> None:
-        self.failure, self.failure_known_to_all = reason, known_to_all
+        why = launch_record.why_rank_left()
+        self.failure = f"{reason} ({why})" if why and why not in reason else reason
+        self.failure_known_to_all = known_to_all
+
+    def launched(self, until: int | None = None) -> int:
+        """Launches in this loop so far, or up to the one of that number."""
+        return (launch_record.launched if until is None else until) - self._launched_before
 
     # -- batches -------------------------------------------------------------------------------------------------
 
@@ -74,25 +85,50 @@ class LoopState:
         features = [f for x in self.exchanges for f in x.features]
         holders = batch_structure.id_holders(planned.batch, features)
         self._handed_out.appendleft((planned.number, [weakref.ref(t) for t in holders]))
+        self._versions = batch_structure.versions(holders)
 
     def identify_batch(self, inputs: Any) -> int:
         """Which batch the inputs of the model are made of."""
         input_ids = {id(t) for t in batch_structure.leaves(inputs)}
         for number, refs in self._handed_out:
             if refs and all(id(r()) in input_ids for r in refs):
-                return number
+                unchanged = number != self.batch_number or self._is_unchanged([r() for r in refs])
+                return number if unchanged else CHANGED_BATCH
         if self.current is None:
             return FOREIGN_BATCH
-        for x, plan in zip(self.exchanges, self.current.plans, strict=True):
-            try:
-                by_feature = batch_structure.feature_ids(inputs, x.features)
-            except ValueError:
-                return UNKNOWN_BATCH
-            if plan.ids.device.type != "cpu":
-                return UNKNOWN_BATCH  # comparing would wait for the device; the graph compares
-            if not torch.equal(torch.cat([by_feature[f].long().view(-1) for f in x.features]), plan.ids):
-                return FOREIGN_BATCH
-        return self.current.number
+        if self._on_device:
+            return UNKNOWN_BATCH  # comparing would wait for the device; the graph compares
+        try:
+            return self.current.number if self._is_planned(inputs) else FOREIGN_BATCH
+        except ValueError:
+            return UNKNOWN_BATCH
+
+    @property
+    def _on_device(self) -> bool:
+        return self.exchanges[0].anchor.device.type != "cpu"
+
+    def _is_unchanged(self, holders: list[Any]) -> bool:
+        """The batch handed out last. A GPU is waited for only where something has written into `holders` of its ids."""
+        assert self.current is not None
+        if self._on_device and batch_structure.versions(holders) == self._versions:
+            return True
+        try:
+            return self._is_planned(self.current.batch)
+        except ValueError:
+            return False
+
+    def _is_planned(self, batch: Any) -> bool:
+        """Whether it has the ids that were planned for the batch handed out last, and as many of each key."""
+        assert self.current is not None
+        features = [f for x in self.exchanges for f in x.features]
+        by_feature, counts = batch_structure.feature_ids_and_counts(batch, features)
+        planned = self.current.value_counts
+        if any(planned.get(key, n) != n for key, n in counts.items()):
+            return False
+        return all(
+            torch.equal(torch.cat([by_feature[f].long().view(-1) for f in x.features]), plan.ids.cpu())
+            for x, plan in zip(self.exchanges, self.current.plans, strict=True)
+        )
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -109,6 +145,8 @@ class LoopState:
         skipped = [self.current.number > 0 and (before is None or before.next is not plan) for before, plan in pairs]
         if any(skipped) and not self.current.whole:
             self.apply_pending()
+        skipped = [fetch or self.early_rows_outdated for fetch in skipped]
+        self.early_rows_outdated, self._other_writes = False, [w.other_writes() for w in self._watched]
         for x, (before, plan), fetch in zip(self.exchanges, pairs, skipped, strict=True):
             x.freescale_plan = plan
             x.anchor.grad = None  # else autograd adds nothing to nothing, which takes the host as long as a launch
@@ -141,6 +179,12 @@ class LoopState:
                     plan.next.arrived = _wait(plan.next.arrived).clone()
         self._updates_before = None
         self.rows_of_begun.forward_ended(self.current)
+
+    @property
+    def tables_written(self) -> bool:
+        """By anything but an update, since the last step began."""
+        before = self._other_writes
+        return before is not None and before != [w.other_writes() for w in self._watched]
 
     def take_back_step(self) -> None:
         """Its forward pass does not count, and comes to an end."""

@@ -76,12 +76,12 @@ class ModelHooks:
         for module in model.modules():
             # Whoever reads a dense part alone may be a single rank: only what holds rows needs the others.
             holds_rows = any(m in inside_tables for m in module.modules())
-            before = self._before_state_dict if holds_rows else open_transports.drain
+            before = self.before_read if holds_rows else open_transports.drain
             handles.append(module.register_state_dict_pre_hook(before))
         for table in tables:
             handles.append(table.register_forward_pre_hook(self.before_lookup))
             handles.append(table.register_load_state_dict_pre_hook(self._before_load))
-        handles.append(torchrec_patch.watch_optimizers(tables, self._before_state_dict, self._before_load))
+        handles.append(torchrec_patch.watch_optimizers(tables, self.before_read, self._before_load))
         return handles
 
     def _set_calling(self, module: torch.nn.Module | None) -> None:
@@ -167,14 +167,14 @@ class ModelHooks:
         if self._stack.loops and torch.is_grad_enabled():
             raise RuntimeError(
                 "freescale: a table is used in training without its compiled model while a LookaheadLoader's loop "
-                "is on; call what torch.compile returned, or leave the loop first. (Activation checkpointing does "
-                "so if the lookup is inside: it looks up again in the backward pass. Leave the lookup outside. So "
-                "does a compiled function that calls the model: make it the forward of a torch.nn.Module `step`, "
-                'and write step.compile(backend="freescale") and LookaheadLoader(loader, step))'
+                "is on; call what was compiled, as in model(batch), not model.forward(batch), or leave the loop first. "
+                "(Activation checkpointing does so if the lookup is inside: it looks up again in the backward pass. "
+                "Leave the lookup outside. So does a compiled function that calls the model: make it the forward of a "
+                'torch.nn.Module `step`, and write step.compile(backend="freescale") and LookaheadLoader(loader, step))'
             )
         self._stack.flush()
 
-    def _before_state_dict(self, *args: Any) -> None:
+    def before_read(self, *args: Any) -> None:
         self.raise_deferred()
         self._stack.flush()
         open_transports.drain()

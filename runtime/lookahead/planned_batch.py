@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from freescale.runtime.batch_structure import BatchEvent
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.plan_block import PlanBlock
@@ -20,7 +22,8 @@ class PlannedBatch:
     batch: Any
     rows: PlanBlock  # also holds tensors of the batch
     value_counts: dict[str, int]  # of the keys of its KeyedJaggedTensors
-    loader_state: Any = None  # of a loader that has one, when it had given this batch and not the next
+    count_tensor: torch.Tensor | None  # the same; None without keys
+    loader_state: Any = None  # of a loader that has one, when it had given this batch and not the next; or its error
     moved: BatchEvent | None = None  # what the planning thread has brought to the device
     loaded: tuple[float, float] = (0.0, 0.0)  # when the user's loader was at work on it, by time.perf_counter()
     whole: bool = False  # its plans are whole: no other batch has to do with them
@@ -62,8 +65,9 @@ class PlannedBatch:
         if self.moved is not None:
             self.moved.wait()
         self.rows.upload()
-        self.batch = self.rows.unpack(self.batch)
-        values = step_plan.count_values(self.value_counts)
+        self.batch, counts = self.rows.unpack((self.batch, self.count_tensor))
+        sequences = {f for x in exchanges for f in x.sequences}
+        values = step_plan.count_values(self.value_counts, counts, sequences)
         for x, planned in zip(exchanges, self.rows.exchanges, strict=True):
             arrays = self.rows.arrays(planned.rows)
             counts, entries = planned.row_counts, planned.urgent_entries

@@ -19,7 +19,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
@@ -28,19 +28,21 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.transports import launch_record
+from freescale.runtime.agreement import first_reason
 from freescale.runtime.lookahead.batch_planning import BatchPlanning, EndOfPlanning
 from freescale.runtime.lookahead.overlap_choice import OverlapChoice
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planning_connection import PlanningConnection
-from freescale.runtime.meter import LOADER, PLANNER
+from freescale.runtime.meter import RankTimes
 from freescale.runtime.samples.batch_balancer import BatchBalancer
 from freescale.runtime.tables.table_exchange import Exchange
+from freescale.views.step_parts import LOADER, PLANNER
 
 log = logging.getLogger(__name__)
 
-_CHECK_SECONDS = 60.0  # that the user's thread waits for a batch before it looks after the background thread
+_CHECK_SECONDS = 2.0  # that the user's thread waits for a batch before it looks after the background thread
+_IDLE_SECONDS = 1.0  # until the background thread looks after the user's
 _PAUSE_SECONDS = 2e-4  # on a GPU, until a backward pass that has updated its tables is through with Python
-_STORE_SECONDS = 5.0  # for an answer of the store; the rank that keeps it may be the one that is gone
 _threads: dict[str, threading.Thread] = {}  # by group: the thread that plans over it
 
 
@@ -66,9 +68,12 @@ class Planner:
         self._connection, self.timeout = connection, timeout
         self.group = group = connection.group
         self.failed = False  # between collectives: the connection cannot be used any more
+        self._has_ended = False  # all that will be planned is planned, or planning has failed
+        self._stopped = False
         self.group_timeout = distributed.timeout_of(group).total_seconds()
         plan = connection.new_plan(exchanges, whole=not overlap)
-        self._planning = BatchPlanning(loader, exchanges, group, strict, balancer, plan, choice)
+        self.times = RankTimes(group.size())
+        self._planning = BatchPlanning(loader, exchanges, group, strict, balancer, plan, self.times, choice)
         self._abandoned = False
         # A loader that is slow to end may still be at work for a loop before this one.
         self._earlier_thread = _threads.get(group.group_name)
@@ -78,6 +83,9 @@ class Planner:
         self._pause = _PAUSE_SECONDS if exchanges and exchanges[0].anchor.is_cuda else 0.0
         self._ready: queue.SimpleQueue[PlannedBatch | BaseException | None] = queue.SimpleQueue()
         self._peeked: PlannedBatch | None = None
+        self.when_idle: Callable[[], None] = lambda: None  # called by the background thread, now and then
+        self.why_unplanned: Callable[[int], str] = lambda number: ""  # why no rank will plan that batch
+        self.error: BaseException | None = None  # that planning has raised in the user's thread, on every rank
         self._tables, self._updated = len(exchanges), 0  # updated since the last batch was taken
         # A batch is ready when the one after it is known: two for the first, one more for each that is taken.
         self.ordered = 0  # batches
@@ -115,6 +123,7 @@ class Planner:
             except queue.Empty:
                 self._check_thread()
         if isinstance(item, BaseException):
+            self.error = item
             raise item
         return item
 
@@ -150,6 +159,8 @@ class Planner:
         number, since = self._planning.number, self._planning.busy_since
         if not self._thread.is_alive() and self._ready.empty():
             raise RuntimeError(f"freescale: the thread that plans batch {number} has ended without a word")
+        if why := self.why_unplanned(number):
+            raise RuntimeError(f"freescale: {why}; batch {number} is not planned without it")
         # One time-out for an operation that gives up by itself, one more for what it has to do besides.
         if since is not None and time.monotonic() - since > 2 * self.group_timeout:
             raise RuntimeError(
@@ -159,11 +170,15 @@ class Planner:
 
     def why_failed(self) -> str:
         """Why a rank could not go on planning, in its words."""
-        return _first_posted(self.group, "a rank failed while it planned")
+        return _first_reason(self.group, "a rank failed while it planned")
 
-    def stop(self, more: int, together: bool) -> None:
-        """End the thread. `more`: batches that other ranks have ordered beyond this one's."""
+    def stop(self, more: int, together: bool, reason: str) -> None:
+        """End the thread. `more`: batches that other ranks have ordered beyond this one's. `reason`: why, where the
+        other ranks do not know that this one goes."""
         self._abandoned = not together  # do not wait for others that may not come
+        if reason and not self._has_ended:
+            _first_reason(self.group, reason)
+            self._connection.hang_up()
         for _ in range(more):
             self._order(_Order.NOW)
         self._orders.put(_Order.STOP)
@@ -182,22 +197,35 @@ class Planner:
                 self._earlier_thread.join(self.group_timeout)
             self._plan_batches()
         except BaseException as error:  # noqa: BLE001  (it is raised again in the user's loop)
+            self._has_ended = True
             self._ready.put(self._give_up(error))
+        try:
+            while not (self._stopped or self._abandoned):
+                self._next_order()  # in the steps that are left a rank may leave the loop, and others wait for it
         finally:
             if _threads.get(self.group.group_name) is threading.current_thread():
                 del _threads[self.group.group_name]
 
     def _plan_batches(self) -> None:
         try:
-            while (order := self._orders.get()) is not _Order.STOP and not self._abandoned:
+            while (order := self._next_order()) is not _Order.STOP and not self._abandoned:
                 if order is _Order.BEHIND_BACKWARD and self._pause:
                     time.sleep(self._pause)
                 if (planned := self._planning.advance()) is not None:
                     self._ready.put(planned)
         except EndOfPlanning as end:
+            self._has_ended = True
             if (last := self._planning.finish()) is not None:
                 self._ready.put(last)
             self._ready.put(end.error)
+
+    def _next_order(self) -> _Order:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                order = self._orders.get(timeout=_IDLE_SECONDS)
+                self._stopped = order is _Order.STOP
+                return order
+            self.when_idle()
 
     def _give_up(self, error: BaseException) -> BaseException:
         """What to raise in the user's loop. The other ranks are not to wait for this one, and are to know why."""
@@ -211,25 +239,15 @@ class Planner:
         else:
             reason = f"rank {rank} failed while it planned batch {number}: {type(error).__name__}: {error}"
         self.failed = True
-        first_reason = _first_posted(self.group, reason)
+        first = _first_reason(self.group, reason)
         self._connection.hang_up()
-        if first_reason == reason and not isinstance(error, RuntimeError):
+        if first == reason and not isinstance(error, RuntimeError):
             return error
-        failure = RuntimeError(f"freescale: {first_reason}")
+        failure = RuntimeError(f"freescale: {first}")
         failure.__cause__ = error
         return failure
 
 
-def _first_posted(group: dist.ProcessGroup, reason: str) -> str:
+def _first_reason(group: dist.ProcessGroup, reason: str) -> str:
     """Why planning over the group has ended: `reason`, unless a rank has posted another one before."""
-    posted: list[str] = []
-    key = f"freescale/planning/{group.group_name}"
-
-    def post() -> None:
-        with contextlib.suppress(Exception):
-            posted.append(distributed.default_store().compare_set(key, "", reason).decode())
-
-    thread = threading.Thread(target=post, name="freescale-store", daemon=True)
-    thread.start()
-    thread.join(_STORE_SECONDS)
-    return posted[0] if posted else reason
+    return first_reason(f"planning/{group.group_name}", reason)

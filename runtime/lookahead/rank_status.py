@@ -8,8 +8,11 @@ every rank instead of a hang.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
@@ -20,11 +23,14 @@ import torch.distributed as dist
 from freescale.compat import distributed
 from freescale.kernels.planning import rank_mesh
 from freescale.kernels.transports import launch_record
-from freescale.runtime.lookahead.loop_state import UNKNOWN_BATCH, LoopState
+from freescale.runtime.agreement import first_reason
+from freescale.runtime.lookahead.loop_state import CHANGED_BATCH, UNKNOWN_BATCH, LoopState
 from freescale.runtime.lookahead.status_board import open_board
-from freescale.runtime.meter import MEETING
+from freescale.views.step_parts import MEETING
 
 log = logging.getLogger(__name__)
+
+_SECONDS_OF_WAIT = 0.5  # for a launch, before this rank asks whether one has left
 
 
 class Action(IntEnum):
@@ -53,10 +59,20 @@ class RankStatus(NamedTuple):
     used: int  # has it been through the model?
     pending: int  # the step whose gradients are pending, -1 if none are
     incomplete: int  # the step whose backward pass has lost gradients, -1 if none has
-    received: int  # the batch that reached the model: its number, UNKNOWN_BATCH or FOREIGN_BATCH
+    received: int  # the batch that reached the model: its number, or UNKNOWN_BATCH, FOREIGN_BATCH, CHANGED_BATCH
     planning_failed: int  # has planning failed on this rank, and its group with it?
     ordered: int  # batches that its planning thread was told to plan
+    written: int  # has anything but an update written to its tables since the last step began?
     begun: int = 0  # is it exchanging the rows of that batch already, and listens later?
+
+
+class LeftRank(NamedTuple):
+    """Where a rank left a loop, as it posts it in the store. One that is further behind than another is less."""
+
+    launched: int  # launches that it had made in the loop
+    without_exception: bool
+    ordered: int  # batches that its planning thread was told to plan
+    why: str
 
 
 class RankSync:
@@ -67,7 +83,8 @@ class RankSync:
         self, group: dist.ProcessGroup, new_group: Callable[[], dist.ProcessGroup], timeout: timedelta
     ) -> None:
         """`group`: to begin with, where nobody else uses it; `new_group`: makes one. Collective."""
-        self._world, self._timeout = group.size(), timeout
+        self._world, self._rank, self._seconds = group.size(), group.rank(), timeout.total_seconds()
+        self._key = f"left/{group.group_name}"  # in the store, of the loops of these tables
         self._board = open_board(group) if self._world > 1 else None
         self._group: dist.ProcessGroup | None = None
         self._mesh: rank_mesh.RankMesh | None = None
@@ -81,6 +98,50 @@ class RankSync:
     @property
     def can_listen_later(self) -> bool:
         return self._board is not None
+
+    @contextlib.contextmanager
+    def waiting_at_most(self, seconds: float) -> Iterator[None]:
+        before, self._seconds = self._seconds, min(self._seconds, seconds)
+        try:
+            yield
+        finally:
+            self._seconds = before
+
+    def post_left(self, loop: LoopState, exception: str) -> str:
+        """This rank leaves the loop and makes no further launch in it, unless all ranks agree on one. Returns where it
+        was, and why. The store keeps the rank that is furthest behind."""
+        why = f"rank {self._rank} left its loop at batch {loop.batch_number}{exception and f': {exception}'}"
+        own = LeftRank(loop.launched(), not exception, loop.batches_ordered(), why)
+        key, mine = f"{self._key}/{loop.number}", json.dumps(own)
+        found = first_reason(key, mine) if self._world > 1 else mine
+        while found != mine and own[:2] < LeftRank(*json.loads(found))[:2]:
+            found = first_reason(key, mine, instead_of=found)
+        return why
+
+    def _left(self, loop: LoopState) -> LeftRank | None:
+        posted = first_reason(f"{self._key}/{loop.number}") if self._world > 1 else ""
+        return LeftRank(*json.loads(posted)) if posted else None
+
+    def why_left(self, loop: LoopState) -> str:
+        """The exception by which a rank has left the loop, or the place where it did so before a launch that this rank
+        has made; "" if none has."""
+        left = self._left(loop)
+        return "" if left is None or (left.without_exception and left.launched >= loop.launched()) else left.why
+
+    def why_unplanned(self, loop: LoopState, number: int) -> str:
+        """Why batch `number` will never be planned with all ranks; "" if it may be."""
+        left = None if loop.closed else self._left(loop)
+        return "" if left is None or left.ordered > number else left.why
+
+    def release_wait(self, loop: LoopState) -> None:
+        """End this rank's wait for a launch if a rank has left the loop without making it. (Of a step that this rank
+        has begun, the others make the launches when they hear of it.) From another thread; never raises."""
+        work = launch_record.awaited
+        if work is None or loop.closed or self.has_to_listen:
+            return
+        if time.perf_counter() - work.record.wait_began > _SECONDS_OF_WAIT and (left := self._left(loop)) is not None:
+            if loop.launched(work.number) > left.launched:
+                distributed.hang_up(work.group)
 
     def synchronize(self, loop: LoopState, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
         """Return where this rank may do `action`; raise where it may not. Pending gradients are applied if some rank
@@ -103,9 +164,10 @@ class RankSync:
         """The second half of `synchronize`, after `say_begun`."""
         assert self._board is not None and self.has_to_listen
         self.has_to_listen = False
-        statuses = self._compare(loop, partial(self._board.read, self._timeout.total_seconds()), later=True)
+        statuses = self._compare(loop, partial(self._board.read, self._seconds), later=True)
         may_go_on = self._may_go_on(loop, Action.TRAIN, statuses)
         assert may_go_on, "a rank wants gradients applied, and none are pending"
+        loop.early_rows_outdated = False  # a step that may begin so has no early rows
         return statuses
 
     def _may_go_on(self, loop: LoopState, action: Action, statuses: list[RankStatus]) -> bool:
@@ -123,6 +185,10 @@ class RankSync:
             if not same_place:
                 loop.fail(describe_difference(statuses), known_to_all=True)
         _raise_if_incomplete(loop, statuses)
+        written = [rank for rank, s in enumerate(statuses) if s.written]
+        loop.early_rows_outdated = bool(written)
+        if written and any(s.pending >= 0 for s in statuses):
+            _refuse_order(loop, written, statuses)
         if same_place and actions & {Action.FLUSH, Action.CLOSE}:
             loop.apply_pending()
         if not same_place or (len(actions) > 1 and Action.FLUSH not in actions):
@@ -131,7 +197,8 @@ class RankSync:
                 return True
             if same_place and planning_failed:
                 raise RuntimeError(f"freescale: {loop.why_planning_failed()}")
-            raise RuntimeError(f"freescale: {describe_difference(statuses)}")
+            why = self.why_left(loop) if Action.CLOSE in actions else ""
+            raise RuntimeError(f"freescale: {describe_difference(statuses)}{why and f' ({why})'}")
         return action == Action.FLUSH or Action.FLUSH not in actions
 
     def status(self, loop: LoopState, action: Action, received: int) -> RankStatus:
@@ -153,6 +220,7 @@ class RankSync:
             received=received,
             planning_failed=loop.planning_failed(),
             ordered=loop.batches_ordered(),
+            written=loop.tables_written,
         )
 
     def _compare(
@@ -164,9 +232,11 @@ class RankSync:
             with launch_record.record_host_wait(MEETING, device_waits=not later):
                 said = gather()
         except Exception as error:
-            limit = self._timeout.total_seconds()
-            self.failure = f"the other ranks did not come to the same place within {limit:g} s, or are gone: {error}"
-            loop.fail(self.failure)
+            self._leave()
+            loop.fail(
+                f"the other ranks did not come to the same place within {self._seconds:g} s, or are gone: {error}"
+            )
+            self.failure = loop.failure
             raise RuntimeError(f"freescale: {self.failure}") from error
         # Nearly always all say the same: then it is one and the same object for all of them, however many they are.
         first = RankStatus(*said[0])
@@ -178,30 +248,51 @@ class RankSync:
         if self._world == 1:
             return [list(own)]
         if self._board is not None:
-            return self._board.gather(own, self._timeout.total_seconds())
-        if self._mesh is not None and self._mesh.all_same(own, self._timeout.total_seconds()):
+            return self._board.gather(own, self._seconds)
+        if self._mesh is not None and self._mesh.all_same(own, self._seconds):
             return [list(own)] * self._world
         assert self._group is not None
-        return distributed.gather_ints(own, self._group)
+        return distributed.gather_ints(own, self._group, timedelta(seconds=self._seconds))
+
+    def _leave(self) -> None:
+        """The others are not to wait for this rank. (On a board, whoever misses one leaves.)"""
+        if self._mesh is not None:
+            self._mesh.hang_up()
+        if self._group is not None:
+            distributed.hang_up(self._group)
 
 
 def _all_fine(statuses: list[RankStatus]) -> bool:
     """All say the same, and nothing is wrong with it: so it nearly always is. (Some may have begun, and others not.)"""
     first, said = statuses[0], statuses[0][:-1]
     all_same = all(s is first or s[:-1] == said for s in statuses)
-    return all_same and first.incomplete < 0 and not first.planning_failed
+    return all_same and first.incomplete < 0 and not first.planning_failed and not first.written
 
 
 def _raise_if_incomplete(loop: LoopState, statuses: list[RankStatus]) -> None:
     ranks = [rank for rank, s in enumerate(statuses) if s.incomplete >= 0]
     if not ranks:
         return
-    reason = (
+    _end_everywhere(
+        loop,
         f"{_list_ranks(ranks)}: the backward pass of step {statuses[ranks[0]].incomplete} has applied some of its "
         "gradients to the tables and lost the others: something in it raised (a gradient hook?), or it was asked for "
         "the gradients of some tensors only (torch.autograd.grad, backward(inputs=...)), or a backward pass of another "
-        "step came in between. Under a LookaheadLoader, call loss.backward(); this loop is over"
+        "step came in between. Under a LookaheadLoader, call loss.backward(); this loop is over",
     )
+
+
+def _refuse_order(loop: LoopState, written: list[int], statuses: list[RankStatus]) -> None:
+    pending = max(s.pending for s in statuses)
+    _end_everywhere(
+        loop,
+        f"{_list_ranks(written)}: something other than training wrote to a table before the gradients of step "
+        f"{pending} were applied, which must come first. Call model.state_dict() on every rank before such a write "
+        "(it applies them), or use LookaheadLoader(overlap=False); this loop is over",
+    )
+
+
+def _end_everywhere(loop: LoopState, reason: str) -> None:
     loop.fail(reason, known_to_all=True)
     raise RuntimeError(f"freescale: {reason}")
 
@@ -216,6 +307,11 @@ def require_expected_batch(statuses: list[RankStatus]) -> None:
             expected = f"batch {s.batch + 1}, which has not been taken from the loader yet"
         else:
             expected = f"batch {s.batch}, which the loader handed out last"
+        if s.received == CHANGED_BATCH:
+            raise RuntimeError(
+                f"freescale: rank {rank}: the ids or lengths of batch {s.batch} were changed in place after the "
+                "LookaheadLoader had planned them. Change them in the loader that it wraps, or in a copy"
+            )
         if s.received < 0:
             received = "a batch that did not come from the loader"
         else:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels.native import build
+from freescale.kernels.native import c_library
 from freescale.kernels.transports.shared_segment import SharedSegment, share_segment
 
 _LINE_BYTES = 128
@@ -26,7 +26,7 @@ _GONE = -1  # in place of a round: this rank will not come any more
 
 @cache
 def _library() -> Any:
-    functions = build.load("status_board")
+    functions = c_library.load()
     if functions is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         functions.fs_post.argtypes = [pointer, *[number] * 3, pointer, number]

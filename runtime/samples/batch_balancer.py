@@ -24,6 +24,8 @@ from freescale.runtime.balance import solver
 from freescale.runtime.balance.integer_problem import BalanceError
 from freescale.runtime.balance.sample_cost import FittedCost, costs_of, total_length
 from freescale.runtime.samples import sample_columns, split_batch
+from freescale.runtime.samples.sample_columns import Column
+from freescale.runtime.samples.shared_fields import SharedFields
 from freescale.runtime.samples.split_batch import SplitBatch
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,11 @@ class BalanceOptions:
     lengths      lengths(batch) -> an array, or a dict of arrays, with one number per sample, for `cost`. None: how many
                  ids each sample has of each feature that the model looks up
     counts       samples that each rank is to get. None: as many as it brought
+    shared       fields that belong to no sample (class weights) and stay on their rank, by their place in the batch:
+                 "weights", "loss.weights". Of others that look like tensors [samples, ...], one that differs between
+                 ranks is cut by sample; one that is the same on all ranks in three batches is shared, and until the
+                 third of them no sample moves
+    per_sample   fields that are cut by sample although every rank has the same
     memory       memory(*lengths) -> bytes of each sample, and `memory_cap`, what a rank has for them
     alpha        for `variable`: costs ** alpha is balanced
     """
@@ -57,19 +64,25 @@ class BalanceOptions:
     memory: Callable[..., Any] | None = None
     memory_cap: float | None = None
     alpha: float = 1.0
+    shared: Sequence[str] = ()
+    per_sample: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise BalanceError(
                 f"freescale: a LookaheadLoader balances by one of {', '.join(METHODS)}; found {self.method!r}"
             )
+        for name in ("shared", "per_sample"):
+            if isinstance(getattr(self, name), str):
+                raise BalanceError(f"freescale: {name} is a list of names; found {getattr(self, name)!r}")
         if (self.memory is None) != (self.memory_cap is None):
             raise BalanceError("freescale: balancing wants both memory and memory_cap, or neither")
 
     def shared_settings(self) -> str:
         """What must be the same on all ranks, in words."""
         counts = None if self.counts is None else [int(c) for c in self.counts]
-        return f"method {self.method}, counts {counts}, memory_cap {self.memory_cap}, alpha {self.alpha}"
+        fields = f"shared {list(self.shared)}, per_sample {list(self.per_sample)}"
+        return f"method {self.method}, counts {counts}, memory_cap {self.memory_cap}, alpha {self.alpha}, {fields}"
 
 
 class SampleInfo(NamedTuple):
@@ -87,6 +100,7 @@ class _LocalBatch(NamedTuple):
     batch: Any
     split: SplitBatch
     measures: np.ndarray
+    digests: list[float]  # of SharedFields
     text: str  # what must be the same on all ranks
 
 
@@ -103,6 +117,7 @@ class BatchBalancer:
     ) -> None:
         self.options, self.cost, self.features, self.group, self.stats = options, cost, features, group, stats
         self._local: _LocalBatch | None = None
+        self._shared_fields = SharedFields([*features, *options.per_sample], says=group.rank() == 0)
         # These are by the number of the batch or step.
         self._balanced: dict[int, tuple[SampleInfo, batch_structure.BatchEvent]] = {}  # until the batch is handed out
         self._step_times: dict[int, meter.FinishedStep | None] = {}  # of this rank, until the others know them
@@ -125,18 +140,19 @@ class BatchBalancer:
     def prepare(self, number: int, batch: Any) -> list[int]:
         """Split this rank's batch; an error says what is wrong with it. Returns a header that every rank must get."""
         self._local = None
-        split = split_batch.split(batch)
+        split = split_batch.split(batch, self.options.shared)
         lengths = self._lengths(batch, split)
         measures = [
             self._per_sample(self.cost, "cost", lengths, split.samples),
-            sample_columns.sizes(split.columns, split.samples),
+            sample_columns.sizes(self._cut(split.columns), split.samples),
             total_length(*lengths.values()),
         ]
         if self.options.memory is not None:
             measures.append(self._per_sample(self.options.memory, "memory", lengths, split.samples))
         measures += self._features(lengths)
         text = f"{self.options.shared_settings()}; {split.schema()}"
-        self._local = _LocalBatch(number, batch, split, np.stack(measures).astype(np.float64), text)
+        digests = self._shared_fields.digests(split)
+        self._local = _LocalBatch(number, batch, split, np.stack(measures).astype(np.float64), digests, text)
         return [split.samples, sample_columns.digest(text)]
 
     def balance(self, headers: Sequence[Sequence[int]]) -> Any:
@@ -146,10 +162,10 @@ class BatchBalancer:
         self._check_same([digest for _, digest in headers], local.text)
         brought = np.array([samples for samples, _ in headers])  # by each rank
         steps = [n for n in islice(self._unmeasured, _MOST_TIMES) if n <= local.number - _MEASURED_AFTER]
-        measures, times = self._gather(local, brought, steps)
+        measures, times, digests = self._gather(local, brought, steps)
         self._observe(steps, times)
         home = np.repeat(np.arange(len(brought)), brought)
-        result = self._solve(measures, home, brought)
+        result = self._solve(measures, home, brought, self._shared_fields.may_move(local.number, local.split, digests))
         me = self.group.rank()
         mine = result.samples_of(me)
         position = np.arange(len(home)) - (np.cumsum(brought) - brought)[home]
@@ -158,14 +174,19 @@ class BatchBalancer:
         batch = local.batch
         if (result.rank != home).any():  # the same on every rank
             arriving = np.bincount(home[mine], minlength=len(brought))
-            columns = sample_columns.exchange(local.split.columns, result.rank[home == me], arriving, self.group)
-            batch = local.split.rebuild(columns)
+            cut = self._cut(local.split.columns)
+            new = sample_columns.exchange(cut, result.rank[home == me], arriving, self.group)
+            by_name = {c.name: c for c in (*local.split.columns, *new)}
+            batch = local.split.rebuild([by_name[c.name] for c in local.split.columns])
         info = SampleInfo(torch.from_numpy(origin), weights)
         self._balanced[local.number] = info, batch_structure.BatchEvent(batch)
         given = measures[3 if self.options.memory is None else 4 :]
         features = given if len(given) else np.stack([measures[2], measures[2] * measures[2]])
         self._record(local.number, result, home, features, began)
         return batch
+
+    def _cut(self, columns: Sequence[Column]) -> list[Column]:
+        return [c for c in columns if not self._shared_fields.is_shared(c.name)]
 
     def _lengths(self, batch: Any, split: SplitBatch) -> dict[str, Any]:
         if self.options.lengths is not None:
@@ -211,22 +232,23 @@ class BatchBalancer:
 
     def _gather(
         self, local: _LocalBatch, brought: np.ndarray, steps: list[int]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The measures of the samples of all ranks, and `_times` of the steps, [ranks, steps, 2].
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The measures of the samples of all ranks, `_times` of the steps, [ranks, steps, 2], and the digests.
 
         One all-gather, padded to the most samples.
         """
-        rows, most = len(local.measures), int(brought.max())
-        message = np.zeros(2 * _MOST_TIMES + rows * most)
+        rows, most, first = len(local.measures), int(brought.max()), 2 * _MOST_TIMES + len(local.digests)
+        message = np.zeros(first + rows * most)
+        message[2 * _MOST_TIMES : first] = local.digests
         for i, step in enumerate(steps):
             message[2 * i : 2 * i + 2] = self._times(step)
-        message[2 * _MOST_TIMES :].reshape(rows, most)[:, : local.split.samples] = local.measures
+        message[first:].reshape(rows, most)[:, : local.split.samples] = local.measures
         received = [torch.empty(len(message), dtype=torch.float64) for _ in brought]
         dist.all_gather(received, torch.from_numpy(message), group=self.group)
         messages = [r.numpy() for r in received]
-        measures = [m[2 * _MOST_TIMES :].reshape(rows, most)[:, :n] for m, n in zip(messages, brought, strict=True)]
+        measures = [m[first:].reshape(rows, most)[:, :n] for m, n in zip(messages, brought, strict=True)]
         times = [m[: 2 * len(steps)].reshape(-1, 2) for m in messages]
-        return np.concatenate(measures, 1), np.stack(times)
+        return np.concatenate(measures, 1), np.stack(times), np.stack([m[2 * _MOST_TIMES : first] for m in messages])
 
     def _times(self, number: int) -> tuple[float, float]:
         """(seconds, compute) of a step of this rank: NaN while its GPU has not told them, 0 seconds if there was none:
@@ -235,11 +257,15 @@ class BatchBalancer:
             return 0.0, 0.0
         if not meter.is_known(ended):
             return float("nan"), float("nan")
-        summary = meter.summary(*ended[:4])
+        summary = meter.summary(ended)
         return summary["seconds"], summary["compute"]
 
-    def _solve(self, measures: np.ndarray, home: np.ndarray, brought: np.ndarray) -> solver.BalanceResult:
+    def _solve(
+        self, measures: np.ndarray, home: np.ndarray, brought: np.ndarray, may_move: bool
+    ) -> solver.BalanceResult:
         o = self.options
+        if not may_move:
+            return solver.balance(measures[0], len(brought), brought, "none", home=home, sizes=measures[1])
         return solver.balance(
             measures[0],
             len(brought),

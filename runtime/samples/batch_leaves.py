@@ -26,11 +26,9 @@ class Leaf(ABC):
 
     path     where it is in the batch, "" for the batch itself
     lengths  tensors that `column` needs on the CPU
-    certain  it says itself how many samples there are: a dense tensor may as well be values whose lengths are missing
     """
 
     lengths: Sequence[torch.Tensor] = ()
-    certain = False
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -101,8 +99,6 @@ class ObjectsLeaf(Leaf):
 class KeyedJaggedLeaf(Leaf):
     """A KeyedJaggedTensor with at least one key."""
 
-    certain = True
-
     def __init__(self, path: str, kjt: Any) -> None:
         super().__init__(path)
         self.kjt, self.keys = kjt, tuple(kjt.keys())
@@ -120,7 +116,7 @@ class KeyedJaggedLeaf(Leaf):
         counts = flat.view(len(self.keys), samples).numpy().astype(np.int64)
         rows = tuple(t.detach() for t in (self.kjt.values(), self.kjt.weights_or_none()) if t is not None)
         _check_lengths(described, counts, rows[0])
-        return Column(self.path or "batch", self.keys, counts, rows, samples)
+        return Column(self.path or "batch", self.keys, counts, rows, samples, is_jagged=True)
 
     def value(self, column: Column) -> Any:
         lengths = _integers_as(self.lengths[0], column.counts().ravel())
@@ -130,8 +126,6 @@ class KeyedJaggedLeaf(Leaf):
 
 class JaggedLeaf(Leaf):
     """A feature's tensor of 1 dimension with its lengths or offsets, or both, beside it: `beside` by name."""
-
-    certain = True
 
     def __init__(self, path: str, feature: str, values: torch.Tensor, beside: Mapping[str, torch.Tensor]) -> None:
         super().__init__(path)
@@ -152,7 +146,7 @@ class JaggedLeaf(Leaf):
             counts = numbers
         assert counts is not None
         _check_lengths(repr(self.feature), counts[None], self.values)
-        return Column(self.path, (self.feature,), counts[None], (self.values.detach(),), len(counts))
+        return Column(self.path, (self.feature,), counts[None], (self.values.detach(),), len(counts), is_jagged=True)
 
     def value(self, column: Column) -> torch.Tensor:
         return column.rows[0]

@@ -29,6 +29,7 @@ class Column:
     lengths   rows of each feature and sample, [keys, samples], on the CPU; None: one feature, one row per sample
     rows      tensors of so many rows each (values, and weights if there are any): by feature, then by sample
     samples   how many
+    is_jagged its lengths were in the batch, which makes it certain how many samples there are
     """
 
     name: str
@@ -36,6 +37,7 @@ class Column:
     lengths: np.ndarray | None
     rows: tuple[torch.Tensor, ...]
     samples: int
+    is_jagged: bool = False
 
     def counts(self) -> np.ndarray:
         """Rows of each feature and sample."""
@@ -181,7 +183,7 @@ def _pieces_by_rank(c: Column, order: np.ndarray, leaving: np.ndarray) -> list[l
         starts = _starts(c.lengths)[:, order].ravel()[segments]
         index, per_rank = torch.from_numpy(_spans(starts, counts.ravel()[segments])), _rows_by_rank(counts, leaving)
     return [
-        [] if _on_device(r) else _as_bytes(r.index_select(0, index)).split((per_rank * _row_bytes(r)).tolist())
+        [] if _on_device(r) else as_bytes(r.index_select(0, index)).split((per_rank * _row_bytes(r)).tolist())
         for r in c.rows
     ]
 
@@ -240,5 +242,5 @@ def _row_bytes(rows: torch.Tensor) -> int:
     return math.prod(rows.shape[1:]) * rows.element_size()
 
 
-def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
     return rows.contiguous().view(-1).view(torch.uint8)

@@ -3,7 +3,8 @@
 Cut by sample are KeyedJaggedTensors, tensors and numeric arrays [samples, ...], and lists and tuples of other Python
 objects, one per sample (words, dicts; these are pickled). A tensor of 1 dimension `x` beside `x_lengths` [samples] or
 `x_offsets` [samples + 1] in a dict, dataclass or named tuple is jagged. Numbers, words, None and tensors of 0
-dimensions say something of the batch as a whole and stay as they are. Anything else is an error that names it.
+dimensions say something of the batch as a whole and stay as they are, and so does what the user names. Anything else is
+an error that names it.
 
 Rows stay on their device, lengths come to the CPU; each part of the new batch is on the device where the old one was.
 """
@@ -82,7 +83,7 @@ class SplitBatch:
     def lengths(self, features: Sequence[str]) -> dict[str, np.ndarray]:
         """How many ids each sample has of each of the features that are there."""
         lengths = {}
-        for c in self.columns:
+        for c in sorted(self.columns, key=lambda c: c.is_jagged):  # a label may have the name of a feature
             counts = c.counts()
             lengths.update({key: counts[i] for i, key in enumerate(c.keys) if key in features})
         return {name: lengths[name] for name in dict.fromkeys(features) if name in lengths}
@@ -92,10 +93,19 @@ class SplitBatch:
         return self.root.rebuild(dict(zip(self.leaves, columns, strict=True)))
 
 
-def split(batch: Any) -> SplitBatch:
-    """An error names what is not cut by sample, or has more or fewer samples than the rest of the batch."""
+def split(batch: Any, shared: Sequence[str] = ()) -> SplitBatch:
+    """An error names what is not cut by sample, or has more or fewer samples than the rest of the batch.
+
+    `shared`: fields, by their path in the batch, that belong to it as a whole."""
     leaves: list[Leaf] = []
-    root = walk("", batch, leaves)
+    missing = dict.fromkeys(shared, True)
+    root = walk("", batch, leaves, missing)
+    if any(missing.values()):
+        name = next(path for path, is_missing in missing.items() if is_missing)
+        raise BalanceError(
+            f"freescale: the batch has no field {name!r}, which BalanceOptions(shared=...) names; found "
+            f"{batch_structure.describe_structure(batch)}"
+        )
     if not leaves:
         raise BalanceError(
             "freescale: the batch holds nothing that could be cut into samples; found "
@@ -103,12 +113,16 @@ def split(batch: Any) -> SplitBatch:
         )
     on_host = iter(batch_structure.to_host([t for leaf in leaves for t in leaf.lengths]))
     columns = [leaf.column([next(on_host) for _ in leaf.lengths]) for leaf in leaves]
-    return SplitBatch(_common_samples(leaves, columns), columns, leaves, root)
+    return SplitBatch(_common_samples(columns), columns, leaves, root)
 
 
-def walk(path: str, x: Any, leaves: list[Leaf]) -> Node:
-    """The tree of a batch, or of the part of it at `path`. Its leaves are appended to `leaves`."""
+def walk(path: str, x: Any, leaves: list[Leaf], shared: dict[str, bool]) -> Node:
+    """The tree of a batch, or of the part of it at `path`. Its leaves are appended to `leaves`. `shared`: paths of what
+    belongs to the batch as a whole, each True until it is found."""
     node: Node
+    if path in shared:
+        shared[path] = False
+        return Unsplit(x)
     if isinstance(x, _OF_THE_WHOLE_BATCH):
         return Unsplit(x)
     if batch_structure.is_kjt(x):
@@ -124,7 +138,7 @@ def walk(path: str, x: Any, leaves: list[Leaf]) -> Node:
     elif type(x) in (list, tuple) and not any(True for _ in batch_structure.leaves(x)):
         node = ObjectsLeaf(path, x)
     else:
-        return _container(path, x, leaves)
+        return _container(path, x, leaves, shared)
     if isinstance(node, Leaf):
         leaves.append(node)
     return node
@@ -140,7 +154,7 @@ def _keyed_jagged(path: str, kjt: Any) -> Node:
     return KeyedJaggedLeaf(path, kjt) if kjt.keys() else Unsplit(kjt)
 
 
-def _container(path: str, x: Any, leaves: list[Leaf]) -> Container:
+def _container(path: str, x: Any, leaves: list[Leaf], shared: dict[str, bool]) -> Container:
     children = list(batch_structure.children(x))
     if not children and not isinstance(x, Mapping):
         raise BalanceError(
@@ -148,13 +162,14 @@ def _container(path: str, x: Any, leaves: list[Leaf]) -> Container:
             "tensors, KeyedJaggedTensors, lists of one object per sample, or dicts, tuples, dataclasses of them"
         )
     nodes: dict[str, Node] = {}
-    for name, jagged in _jagged_children(path, {} if isinstance(x, list) else dict(children)):
+    by_name = {} if isinstance(x, list) else {n: c for n, c in children if _joined(path, n) not in shared}
+    for name, jagged in _jagged_children(path, by_name):
         leaves.append(jagged)
         nodes[name] = jagged
         nodes.update({beside: LengthsOfJagged(jagged, beside) for beside in jagged.beside})
     for name, child in children:
         if name not in nodes:
-            nodes[name] = walk(_joined(path, name), child, leaves)
+            nodes[name] = walk(_joined(path, name), child, leaves, shared)
     return Container(x, [nodes[name] for name, _ in children])
 
 
@@ -169,9 +184,9 @@ def _may_be_lengths(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() == 1 and x.dtype in _INTEGERS
 
 
-def _common_samples(leaves: Sequence[Leaf], columns: Sequence[Column]) -> int:
-    """The one number of samples that all columns have."""
-    certain = [c.samples for leaf, c in zip(leaves, columns, strict=True) if leaf.certain]
+def _common_samples(columns: Sequence[Column]) -> int:
+    """The one number of samples that all columns have. (A dense tensor may be values whose lengths are missing.)"""
+    certain = [c.samples for c in columns if c.is_jagged]
     usual = certain[0] if certain else Counter(c.samples for c in columns).most_common(1)[0][0]
     wrong = [c for c in columns if c.samples != usual]
     if not wrong:
@@ -181,7 +196,7 @@ def _common_samples(leaves: Sequence[Leaf], columns: Sequence[Column]) -> int:
     raise BalanceError(
         f"freescale: the features of a batch must have equally many samples; {_described(right.name)} has {usual}, "
         f"but {others}. Ids or values of which a sample has several need their lengths: a KeyedJaggedTensor, or "
-        f"{wrong[0].keys[0] + '_lengths'!r} beside them"
+        f"{wrong[0].keys[0] + '_lengths'!r} beside them. What is not per sample is named in BalanceOptions(shared=...)"
     )
 
 

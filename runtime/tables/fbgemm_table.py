@@ -52,6 +52,13 @@ class FbgemmTable:
     def weight(self) -> torch.Tensor:
         return self._no_rows if self.emb is None else fbgemm.flat_weight(self.emb).detach().view(-1, self.dim)
 
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        if self.emb is None:
+            return (self._no_rows,)
+        states = 2 if self._is_adam else 0 if self.emb.optimizer.value == "exact_sgd" else 1
+        flat = (fbgemm.flat_weight, fbgemm.flat_momentum, fbgemm.flat_squares)
+        return tuple(tensor_of(self.emb) for tensor_of in flat[: 1 + states])
+
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.ops.freescale.pack_rows.default(self.weight, rows).to(self.row_dtype)
 

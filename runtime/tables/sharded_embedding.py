@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from freescale.compat import module_state
 from freescale.kernels import row_kernels
 from freescale.kernels.planning import exchange_plan
 from freescale.kernels.transports import open_transports
@@ -100,6 +101,11 @@ class NativeTables(nn.Module):
         else:
             self.register_buffer("momentum", local.new_zeros(shape))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy."""
+        self._exchange.before_read()
+        return super().__getstate__()
+
     def count_step(self) -> None:
         """A step begins to update rows. What is updated late belongs to it, too."""
         if self.optimizer in ADAM:
@@ -120,6 +126,9 @@ class NativeTables(nn.Module):
         self.lr, self.eps, self.betas, self.weight_decay, steps = settings
         if self.optimizer in ADAM:
             self.steps.fill_(steps)
+
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return (self.weight, self.momentum, *((self.squares,) if self.optimizer in ADAM else ()))
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         return row_kernels.pack_rows(self.weight, rows)  # without the op around it, which takes as long as its launch
@@ -150,6 +159,9 @@ class NativeTables(nn.Module):
     def describe(self, feature: int) -> str:
         table = self._tables[self._features[feature][1]]
         return f"table {table.name!r}, which has {table.rows} rows"
+
+
+module_state.leave_buffers_out_of_ddp(NativeTables)  # it would send rank 0's rows to all ranks, in every forward
 
 
 class ShardedEmbedding(NativeTables):

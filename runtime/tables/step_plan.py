@@ -8,7 +8,7 @@ be sent).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,23 +26,38 @@ class Counts(NamedTuple):
     recv: torch.Tensor
 
 
-class ValueCounts(NamedTuple):
-    """How many values the keys of the batch's KeyedJaggedTensors have, on the host.
+@dataclass(eq=False)
+class ValueCounts:
+    """How many values the keys of the batch's KeyedJaggedTensors have, on the host and on the device.
 
     The sizes of `slots` are those of a key and all before it together. So in a graph, what keys in a row have together
-    is a difference of two sizes, not a sum of as many as there are keys."""
+    is a difference of two sizes, not a sum of as many as there are keys. `free_slots`: the same sizes, unbacked in a
+    graph (compat/dynamo_settings.py). `few`: a sequence has no value or one. Torch compiles a graph for each of these
+    sizes, so with N features for up to 3^N combinations, unless they are unbacked.
+    """
 
     keys: tuple[str, ...]
     slots: tuple[torch.Tensor, ...]  # nothing but their sizes matters
+    free_slots: tuple[torch.Tensor, ...]
+    on_device: torch.Tensor | None  # [keys]; None without keys
+    few: bool
 
-    def of_each_key(self) -> dict[str, int]:
-        ends = [slot.shape[0] for slot in self.slots]
-        return {key: end - begin for key, begin, end in zip(self.keys, [0, *ends[:-1]], ends, strict=True)}
+    def of_keys(self, keys: Sequence[str]) -> torch.Tensor:
+        """On the device."""
+        assert self.on_device is not None
+        places = [self.keys.index(key) for key in keys]
+        if places == list(range(places[0], places[0] + len(places))):
+            return self.on_device[places[0] : places[0] + len(places)]
+        return torch.stack([self.on_device[place] for place in places])
 
 
-def count_values(by_key: dict[str, int]) -> ValueCounts:
+def count_values(by_key: dict[str, int], on_device: torch.Tensor | None, sequences: Iterable[str] = ()) -> ValueCounts:
+    """`sequences`: keys whose rows a model gets as a sequence."""
     ends = itertools.accumulate(by_key.values())
-    return ValueCounts(tuple(by_key), tuple(torch.empty_strided((n,), (0,), dtype=torch.uint8) for n in ends))
+    slots = [torch.empty_strided((n,), (0,), dtype=torch.uint8) for n in ends]
+    on_device = None if on_device is None else dynamo.mark_static(on_device)
+    few = any(by_key.get(key, 2) < 2 for key in sequences)
+    return ValueCounts(tuple(by_key), tuple(slots), tuple(slot.detach() for slot in slots), on_device, few)
 
 
 class UrgentRows(NamedTuple):

@@ -6,7 +6,7 @@ Everything that `lookup` does is traced by Dynamo: tensors and ops only, no data
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,21 @@ from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
 from freescale.kernels.planning import exchange_plan
 from freescale.runtime.tables.step_plan import StepPlan
+from freescale.runtime.tables.uncompiled_call import warn_of_uncompiled_call
 
 _ops = torch.ops.freescale
 _wait = torch.ops._c10d_functional.wait_tensor
+
+
+class KeyedLengths(NamedTuple):
+    """Of the KeyedJaggedTensor whose ids are looked up: what the ops of a lookup check about it, on the device."""
+
+    lengths: torch.Tensor | None = None  # [keys, samples], where their sums are planned,
+    planned_counts: torch.Tensor | None = None  # and how many values each key has in the plan
+    fault: torch.Tensor | None = None  # where they are not: on the host, keyed_lengths.Fault as numbers
+
+
+NO_LENGTHS = KeyedLengths()
 
 
 class Exchange:
@@ -42,7 +54,10 @@ class Exchange:
         self.group_name = group.group_name
         # For what nobody waits for; a LookaheadLoader gives it a group of its own, so that it is never in the way.
         self.background_group_name = group.group_name
+        # For what hosts tell each other in a step; a LookaheadLoader gives it one whose messages pass no device.
+        self.host_group_name = group.group_name
         self.features = [feature for feature, _ in entries]
+        self.sequences: list[str] = []  # features of a KeyedJaggedTensor whose rows the model gets as sequences
         table_offsets = exchange_plan.first_row_of_each_table(table_rows)
         self.row_offsets = [table_offsets[t] for _, t in entries]
         self.table_sizes = [table_rows[t] for _, t in entries]
@@ -55,7 +70,19 @@ class Exchange:
         self.freescale_plan: StepPlan | None = None
         # A LookaheadLoader's loop is on, but no step of it: whoever looks up now calls this first.
         self.outside_step = False
-        self.before_lookup_outside_step: Callable[[], None] = lambda: None
+        self.before_lookup_outside_step: Callable[[], None] = _nothing
+        self.before_read: Callable[[], None] = _nothing  # whoever reads the table as a whole calls this first
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: it is in no loop."""
+        alone = {"freescale_plan": None, "outside_step": False}
+        groups = dict.fromkeys(("background_group_name", "host_group_name"), self.group_name)
+        return {**self.__dict__, **alone, **groups, "before_lookup_outside_step": _nothing, "before_read": _nothing}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # Under a name of its own: ops would find the first table. (Ranks may make different copies.)
+        self.name = table_registry.register(self.table, f"{self.name} copy")
 
     def update_anchor(self) -> None:
         """To the table's type and device, which `model.double()` and the like change."""
@@ -65,46 +92,51 @@ class Exchange:
         self.anchor = dynamo.mark_static(weight.new_empty((0, weight.shape[1]), dtype=dtype).requires_grad_())
 
     def lookup(
-        self, ids: list[torch.Tensor], divide_by: int, sizes: list[int] | None = None
+        self, ids: list[torch.Tensor], divide_by: int, sizes: list[int] | None = None, of_kjt: KeyedLengths = NO_LENGTHS
     ) -> tuple[torch.Tensor, ...]:
         """The rows of each entry's ids, in the order of `entries`. Gradients are divided by `divide_by`.
 
         `sizes`: how many ids each entry has; with them, where a plan is there, the ids may come in one piece."""
-        embedded = self._look_up(ids, divide_by, None, None)
+        embedded = self._look_up(ids, divide_by, None, None, of_kjt)
         return torch.split(embedded, [i.shape[0] for i in ids] if sizes is None else sizes)
 
     def lookup_pooled(
-        self, ids: list[torch.Tensor], divide_by: int, bag_ends: torch.Tensor, weights: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, ids: list[torch.Tensor], divide_by: int, bag_ends: torch.Tensor, weights: torch.Tensor | None,
+        of_kjt: KeyedLengths,
+    ) -> torch.Tensor:  # fmt: skip
         """[bags, dim]: sums of the rows of consecutive ids, each times its weight. A bag ends before id `bag_ends[i]`.
 
         Duplicates travel once, and are added up here, in their order."""
-        return self._look_up(ids, divide_by, bag_ends, weights)
+        return self._look_up(ids, divide_by, bag_ends, weights, of_kjt)
 
     def _look_up(
-        self, ids: list[torch.Tensor], divide_by: int, bag_ends: torch.Tensor | None, weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        if self.outside_step and torch.compiler.is_compiling():
+        self, ids: list[torch.Tensor], divide_by: int, bag_ends: torch.Tensor | None, weights: torch.Tensor | None,
+        of_kjt: KeyedLengths,
+    ) -> torch.Tensor:  # fmt: skip
+        if not torch.compiler.is_compiling():
+            warn_of_uncompiled_call()
+        elif self.outside_step:
             _call_before_lookup(self)  # outside torch.compile, a hook of the table's module has done so
         if self.freescale_plan is None:
             plan = _ops.plan_now(
                 ids, self.row_offsets, self.table_sizes, self.bounds, self.shifts, self.starts,
-                self.name, self.group_name
+                self.name, self.group_name, *(() if of_kjt.fault is None else (of_kjt.fault,))
             )  # fmt: skip
             return RowsOfOneStep.apply(
                 self.anchor, None, *plan, bag_ends, weights, divide_by, self.name, self.group_name
             )
-        return self._look_up_planned(self.freescale_plan, ids, divide_by, bag_ends, weights)
+        return self._look_up_planned(self.freescale_plan, ids, divide_by, bag_ends, weights, of_kjt)
 
     def _look_up_planned(
         self, p: StepPlan, ids: list[torch.Tensor], divide_by: int, bag_ends: torch.Tensor | None,
-        weights: torch.Tensor | None,
+        weights: torch.Tensor | None, of_kjt: KeyedLengths,
     ) -> torch.Tensor:  # fmt: skip
         if p.used:
             _refuse_second_lookup(self.name)
         p.used = True
         assert p.urgent_gradients is not None
-        token = _ops.expect_ids(self.anchor.detach(), ids, p.ids, p.step, self.name)
+        of_lengths = () if of_kjt.lengths is None and of_kjt.fault is None else of_kjt
+        token = _ops.expect_ids(self.anchor.detach(), ids, p.ids, p.step, self.name, *of_lengths)
         if p.whole:
             urgent, own = p.urgent, p.urgent_gradients
             return RowsOfOneStep.apply(
@@ -127,6 +159,10 @@ class Exchange:
             updated, following.early_rows, *following.early_counts, following.early_slots.shape[0], EARLY, *names
         )
         return embedded
+
+
+def _nothing() -> None:
+    pass
 
 
 @dynamo.leave_graph(

@@ -7,6 +7,10 @@ in torchrec_support.py, how their forward gets here in torchrec_patch.py, collec
 
 from __future__ import annotations
 
+import logging
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,13 +18,19 @@ import torch.distributed as dist
 
 from freescale.compat import dynamo, torchrec
 from freescale.kernels.ops import table_registry
+from freescale.kernels.planning import keyed_lengths
 from freescale.kernels.transports import open_transports
 from freescale.runtime import dense_parameters
 from freescale.runtime.tables import torchrec_layout
 from freescale.runtime.tables.fbgemm_bags import FbgemmBags
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
-from freescale.runtime.tables.table_exchange import Exchange, ReplicatedRows
+from freescale.runtime.tables.step_plan import ValueCounts
+from freescale.runtime.tables.table_exchange import Exchange, KeyedLengths, ReplicatedRows
 from freescale.runtime.tables.torchrec_layout import ExchangeLayout
+
+log = logging.getLogger(__name__)
+
+_collections: list[weakref.ref[CollectionTables]] = []  # by their numbers
 
 
 class CollectionTables:
@@ -29,6 +39,11 @@ class CollectionTables:
     def __init__(self, collection: Any) -> None:
         self.exchanges: list[Exchange] = []
         self.output_names: list[list[str]] = []  # of each exchange's entries
+        # The user's model asks for more about the sizes of rows than a graph knows that counts ids itself,
+        self.counts_outside_graph = False
+        self.sizes_are_free = True  # or one that takes them from a plan as they are
+        self.number = len(_collections)
+        _collections.append(weakref.ref(self))
         self.joined: dict[str, list[str]] = {}  # outputs whose columns come apart: what to join, in order
         self.replicated: list[ReplicatedTables] = []
         env = torchrec.sharding_env(collection)
@@ -43,6 +58,11 @@ class CollectionTables:
                     self._add_exchange(collection, kind, layout, lookup)
                     entries += layout.entries
         self.joined = torchrec_layout.outputs_to_join(entries)
+        if not torchrec.is_pooled_collection(collection):
+            looked_up = [f for exchange in self.exchanges for f in exchange.features]
+            looked_up += [f for replicated in self.replicated for f in replicated.features]
+            for exchange in self.exchanges:
+                exchange.sequences = looked_up
 
     def _add_exchange(self, collection: Any, kind: str, layout: ExchangeLayout, lookup: Any) -> None:
         env, own = torchrec.sharding_env(collection), layout.parts[torchrec.sharding_env(collection).rank]
@@ -102,11 +122,16 @@ def existing_tables_of(module: Any) -> CollectionTables | None:
 
 
 def parts_of(features: Any) -> tuple[list[str], torch.Tensor, torch.Tensor]:
-    """Keys, values, and lengths [keys, samples] of a KeyedJaggedTensor."""
+    """Keys, values, and lengths [keys, samples] of a KeyedJaggedTensor. Where value_counts will say what is wrong: keys
+    that come again get other names, and lengths that are too many for all keys to have equally many are left out."""
     keys, lengths = features.keys(), features.lengths()
+    if not keyed_lengths.are_unique(keys):
+        keys = [key if keys.index(key) == i else f"{key} ({i})" for i, key in enumerate(keys)]
     samples = lengths.shape[0] // len(keys)
-    if samples == 1:  # one sample makes a graph of its own (dynamo_settings.specialize_sizes_of_one)
+    if samples == 1:  # one sample makes a graph of its own, in which its size is a constant
         samples = 1
+    if lengths.shape[0] % len(keys):
+        lengths = lengths[: samples * len(keys)]
     return keys, features.values(), lengths.view(len(keys), samples)
 
 
@@ -115,17 +140,17 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
     keys, values, lengths = parts_of(features)
-    counts = value_counts(tables, keys, values, lengths)
+    counts, of_kjt = value_counts(tables, features, keys, values, lengths)
     lengths_of = {key: lengths[i] for i, key in enumerate(keys)}
     outputs: dict[str, Any] = {}
     divide_by = tables.world_size if divide else 1
     for exchange, names in zip(tables.exchanges, tables.output_names, strict=True):
-        sizes = [counts[f] for f in exchange.features]
+        sizes = [counts.of(f) for f in exchange.features]
         if exchange.freescale_plan is not None and exchange.features == keys:
             ids = [values]  # as planned, in one piece: a graph of many features need not cut it up
         else:
             ids = values_of(exchange.features, keys, values, counts)
-        embeddings = exchange.lookup(ids, divide_by, sizes)
+        embeddings = exchange.lookup(ids, divide_by, sizes, of_kjt)
         for name, feature, embedded in zip(names, exchange.features, embeddings, strict=True):
             outputs[name] = JaggedTensor(values=embedded, lengths=lengths_of[feature])
     for name, parts in tables.joined.items():
@@ -134,7 +159,7 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
     for replicated in tables.replicated:
         ids = values_of(replicated.features, keys, values, counts)
         rows = torch.ops.freescale.checked_rows(
-            ids, replicated.row_offsets, replicated.table_sizes, replicated.name, replicated.group_name
+            ids, replicated.row_offsets, replicated.table_sizes, replicated.name, replicated.group_name, of_kjt.fault
         )
         embedded = ReplicatedRows.apply(
             replicated.flat_weight, replicated.dim, rows, tables.world_size, replicated.group_name
@@ -145,29 +170,146 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
     return outputs
 
 
-_LENGTHS_MISS_VALUES = "the lengths of a KeyedJaggedTensor miss its values"
+class CountedValues:
+    """How many values the keys of a KeyedJaggedTensor have, where the lengths were counted in the graph."""
+
+    def __init__(self, keys: list[str], counts: list[int]) -> None:
+        self.keys, self.counts = keys, counts
+
+    def of_run(self, first: int, last: int) -> int:
+        """Of consecutive keys."""
+        return sum(self.counts[first:last])
+
+    def of(self, key: str) -> int:
+        return self.counts[self.keys.index(key)]
+
+
+class PlannedValues:
+    """The same as the plan says. A graph has the sizes of those keys alone that it asks for."""
+
+    def __init__(self, keys: list[str], planned: ValueCounts, free: bool) -> None:
+        self.keys, self.planned, self.free = keys, planned, free
+
+    def of_run(self, first: int, last: int) -> int:
+        places = [self.planned.keys.index(key) for key in self.keys[first:last]]
+        if places == list(range(places[0], places[0] + len(places))):
+            return self._end(places[-1]) - self._end(places[0] - 1)
+        return sum([self._end(place) - self._end(place - 1) for place in places])
+
+    def of(self, key: str) -> int:
+        place = self.planned.keys.index(key)
+        return self._end(place) - self._end(place - 1)
+
+    def _end(self, place: int) -> int:
+        if place < 0:
+            return 0
+        return (self.planned.free_slots[place] if self.free else self.planned.slots[place]).shape[0]
 
 
 def value_counts(
-    tables: CollectionTables, keys: list[str], values: torch.Tensor, lengths: torch.Tensor
-) -> dict[str, int]:
-    """How many values each key has: as the step's plan says, which is on the host, or else as the lengths say."""
+    tables: CollectionTables, features: Any, keys: list[str], values: torch.Tensor, lengths: torch.Tensor,
+    pooled: bool = False,
+) -> tuple[CountedValues | PlannedValues, KeyedLengths]:  # fmt: skip
+    """How many values each key has: as the step's plan says, which is on the host, or else as the lengths say. Also
+    what a lookup is to check. `pooled`: the user's model does not see it."""
     plan = tables.exchanges[0].freescale_plan if tables.exchanges else None
     # A second lookup in a step is refused in its own words, whatever its values are.
     if plan is not None and not plan.used and all(key in plan.value_counts.keys for key in keys):
-        torch._assert_async(lengths.sum() == values.shape[0], _LENGTHS_MISS_VALUES)
-        planned = plan.value_counts.of_each_key()
-        return {key: planned[key] for key in keys}  # of other values, expect_ids will say so
-    counts = torch.ops.freescale.count_values(lengths, tables.label).tolist()  # waits for the device
+        planned = plan.value_counts
+        free = pooled or (tables.sizes_are_free and planned.few)
+        if free and not pooled:
+            _note_unknown_sizes(tables.number, planned=True)
+        # Of other values and lengths, expect_ids will say so.
+        return PlannedValues(keys, planned, free), KeyedLengths(lengths, planned.of_keys(keys))
+    unique = keyed_lengths.are_unique(features.keys())
+    # With a plan no plan_now will tell the other ranks.
+    group = None if plan is None else tables.exchanges[0].host_group_name
+    read = features.lengths(), features.offsets_or_none(), values, len(keys), unique, tables.label, group
+    if tables.counts_outside_graph and not pooled:
+        counts, fault = _count_outside_graph(*read)
+        return CountedValues(keys, counts), KeyedLengths(fault=fault)
+    if not pooled:
+        _note_unknown_sizes(tables.number, planned=False)
+    counts_and_fault = torch.ops.freescale.count_values(*read)
+    counts = counts_and_fault[0].tolist()
     for n in counts:
         torch._check(n >= 0)
-    torch._check(sum(counts) == values.shape[0], lambda: _LENGTHS_MISS_VALUES)
-    return dict(zip(keys, counts, strict=True))
+    torch._check(sum(counts) == values.shape[0])  # the op has seen to it
+    return CountedValues(keys, counts), KeyedLengths(fault=counts_and_fault[1])
+
+
+# In the trace that is made: collections whose graph knows no more about sizes than that they are not negative, and
+# whether a plan has them.
+_unknown_sizes: ContextVar[dict[int, bool]] = ContextVar("freescale_unknown_sizes")
+
+
+@dynamo.assume_constant_result
+def _note_unknown_sizes(number: int, planned: bool) -> None:
+    # Dynamo runs this while it traces.
+    _unknown_sizes.get()[number] = planned
+
+
+@dynamo.leave_graph(
+    "freescale: the model depends on how many ids a feature has, which a graph that counts them itself does not know: "
+    "use a LookaheadLoader, which knows it beforehand, or compile without fullgraph=True"
+)
+def _count_outside_graph(*read: Any) -> tuple[list[int], torch.Tensor]:
+    counts, fault = torch.ops.freescale.count_values(*read)
+    return counts.tolist(), fault
+
+
+def trace_begins() -> None:
+    _unknown_sizes.set({})
+
+
+def collections_to_trace_again() -> list[tuple[CollectionTables, bool]]:
+    """Those of the trace that is made of which another one would know more about sizes; whether they are planned."""
+    found = [(_collections[number](), planned) for number, planned in sorted(_unknown_sizes.get({}).items())]
+    return [
+        (t, planned)
+        for t, planned in found
+        if t is not None and (t.sizes_are_free if planned else not t.counts_outside_graph)
+    ]
+
+
+def trace_with_sizes() -> Callable[[bool], None] | None:
+    """A trace has failed because the model depends on a size of rows. Another one will know planned sizes as they are;
+    ids without a plan are counted outside the graph, which breaks there. Returns what to call with whether that has
+    worked; None if there is nothing to do otherwise."""
+    changed = collections_to_trace_again()
+    for tables, planned in changed:
+        _set_sizes(tables, planned, True)
+
+    def ended(worked: bool) -> None:
+        for tables, planned in changed:
+            if not worked:
+                _set_sizes(tables, planned, False)
+            elif not planned:
+                log.warning(
+                    "freescale: the model depends on how many ids the features of %s have, so the graph breaks where "
+                    "they are counted. Under a LookaheadLoader, which counts them beforehand, it does not",
+                    tables.label,
+                )
+
+    return ended if changed else None
+
+
+def _set_sizes(tables: CollectionTables, planned: bool, known: bool) -> None:
+    if planned:
+        tables.sizes_are_free = not known
+    else:
+        tables.counts_outside_graph = known
 
 
 def values_of(
-    features: list[str], keys: list[str], values: torch.Tensor, counts: dict[str, int]
+    features: list[str], keys: list[str], values: torch.Tensor, counts: CountedValues | PlannedValues
 ) -> list[torch.Tensor]:
     """Of each feature. Also for a batch without samples, which KJT.to_dict refuses."""
-    parts = dict(zip(keys, torch.split(values, [counts[key] for key in keys]), strict=True))
+    firsts = [i for i, key in enumerate(keys) if i == 0 or key in features or keys[i - 1] in features]
+    runs = list(zip(firsts, [*firsts[1:], len(keys)], strict=True))  # a feature, or what is between two
+    sizes = [counts.of_run(first, last) for first, last in runs]
+    for size in sizes:
+        torch._check(size >= 0)
+    torch._check(sum(sizes) == values.shape[0])
+    parts = dict(zip([keys[first] for first in firsts], torch.split(values, sizes), strict=True))
     return [parts[f] for f in features]

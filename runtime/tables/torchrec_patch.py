@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from freescale.compat import dynamo, torchrec
+from freescale.compat import dynamo, dynamo_settings, torchrec
 from freescale.runtime import batch_structure
 from freescale.runtime.tables import torchrec_collection, torchrec_pooling, torchrec_support
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
+from freescale.runtime.tables.uncompiled_call import warn_of_uncompiled_call
 
 MANY_FEATURES = 16  # from here on torch's cache of fakes costs more than it saves: each feature has a size of its own
 
@@ -41,6 +42,7 @@ def patch_torchrec() -> bool:
         KeyedOptimizer.load_state_dict = _call_watchers_first(KeyedOptimizer.load_state_dict, "before_load")
         _original_forward = ShardedModule.forward
         ShardedModule.forward = _forward_of_other_modules
+        ShardedModule.__init__ = _forget_callers_first(ShardedModule.__init__)
         ShardedEmbeddingCollection.forward = _forward
         ShardedEmbeddingBagCollection.forward = _forward_pooled
         for cls, fn in (
@@ -55,25 +57,38 @@ def patch_torchrec() -> bool:
 # ---- forward ------------------------------------------------------------------------------------------------
 
 
+@dynamo.assume_constant_result
+def _is_traced_for_freescale() -> bool:
+    """Not for another backend, nor exported: those see TorchRec's own forward."""
+    return dynamo_settings.is_tracing()
+
+
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Of a ShardedEmbeddingCollection."""
     if not torch.compiler.is_compiling():
+        warn_of_uncompiled_call()
         _must_not_be_planned(self)
         return _original_forward(self, *args, **kwargs)
+    if not _is_traced_for_freescale():
+        return _original_forward(self, *args, **kwargs)
     features = args[0] if args else kwargs["features"]
-    weighted = features.weights_or_none() is not None
-    if not self._freescale_prepare_tables(weighted, features.variable_stride_per_key()):
+    is_kjt = batch_structure.is_kjt(features)
+    weighted = is_kjt and features.weights_or_none() is not None
+    if not self._freescale_prepare_tables(is_kjt, weighted, is_kjt and features.variable_stride_per_key()):
+        assert self._freescale_left_to_torchrec  # so that the graph is not that of a collection of which this is false
         return _torchrec_forward(self, features)
     return torchrec_collection.look_up(self._freescale, features, _gradient_division())
 
 
-def _freescale_prepare_tables(self: Any, weighted: bool, variable_stride: bool) -> bool:
+def _freescale_prepare_tables(self: Any, is_kjt: bool, weighted: bool, variable_stride: bool) -> bool:
     """Runs while Dynamo traces, its result a constant of the graph: does freescale serve this collection?"""
-    reason = torchrec_support.unsupported_reason(self)
+    reason, table = torchrec_support.unsupported_reason(self), torchrec.embedding_configs(self)[0].name
     if weighted:
-        reason = f"features of table {torchrec.embedding_configs(self)[0].name!r} are weighted"
+        reason = f"features of table {table!r} are weighted"
     if variable_stride:
-        reason = f"the batch size varies per feature of table {torchrec.embedding_configs(self)[0].name!r}"
+        reason = f"the batch size varies per feature of table {table!r}"
+    if not is_kjt:
+        reason = f"features of table {table!r} do not come as a KeyedJaggedTensor"
     if reason is not None:
         torchrec_support.report_unsupported(self, reason)
         return False
@@ -86,13 +101,17 @@ def _freescale_prepare_tables(self: Any, weighted: bool, variable_stride: bool) 
 def _forward_pooled(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Of a ShardedEmbeddingBagCollection."""
     if not torch.compiler.is_compiling():
+        warn_of_uncompiled_call()
         _must_not_be_planned(self)
+        return _original_forward(self, *args, **kwargs)
+    if not _is_traced_for_freescale():
         return _original_forward(self, *args, **kwargs)
     features = args[0] if args else kwargs["features"]
     is_kjt = batch_structure.is_kjt(features)
     weights = features.weights_or_none() if is_kjt else None
     odd_weights = weights is not None and not weights.is_floating_point()
     if not self._freescale_prepare_pooled_tables(is_kjt, odd_weights, is_kjt and features.variable_stride_per_key()):
+        assert self._freescale_left_to_torchrec  # as above
         return _torchrec_forward(self, features)
     return torchrec_pooling.look_up_pooled(self._freescale, features, _gradient_division())
 
@@ -116,6 +135,9 @@ def _freescale_prepare_pooled_tables(self: Any, is_kjt: bool, odd_weights: bool,
 def _forward_of_other_modules(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Sharded modules of other kinds, in a model that is traced: Dynamo does not look inside."""
     if not torch.compiler.is_compiling():
+        warn_of_uncompiled_call()
+        return _original_forward(self, *args, **kwargs)
+    if not _is_traced_for_freescale():
         return _original_forward(self, *args, **kwargs)
     self._freescale_leave_to_torchrec()
     return _torchrec_forward(self, *args, **kwargs)
@@ -148,6 +170,15 @@ def _must_not_be_planned(module: Any) -> None:
             "torch._dynamo.config.recompile_limit (it says so), is it inside torch.compiler.disable, or are features "
             "weighted? Mend that, or loop without a LookaheadLoader"
         )
+
+
+def _forget_callers_first(init: Any) -> Any:
+    @functools.wraps(init)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        torchrec_support.forget_callers()
+        init(self, *args, **kwargs)
+
+    return call
 
 
 def _gradient_division() -> bool:

@@ -63,8 +63,8 @@ def look_up_pooled(tables: PooledTables, features: Any, divide: bool) -> Any:
 
     keys, values, lengths = parts_of(features)
     samples = lengths.shape[1]
-    counts = value_counts(tables, keys, values, lengths)
-    weights = _weights(tables, features, values)
+    counts, of_kjt = value_counts(tables, features, keys, values, lengths, pooled=True)
+    weights = _weights(tables, features, values, planned_lengths=of_kjt.lengths is not None)
     pooled: dict[str, torch.Tensor] = {}
     for exchange, names, pooling in zip(tables.exchanges, tables.output_names, tables.pooling, strict=True):
         whole = exchange.features == keys
@@ -75,7 +75,7 @@ def look_up_pooled(tables: PooledTables, features: Any, divide: bool) -> Any:
             of_bags = torch.cat([lengths[keys.index(f)] for f in exchange.features])
             of_ids = None if weights is None else torch.cat(values_of(exchange.features, keys, weights, counts))
         bag_ends = of_bags.cumsum(0, dtype=torch.int64)
-        sums = exchange.lookup_pooled(ids, tables.world_size if divide else 1, bag_ends, of_ids)
+        sums = exchange.lookup_pooled(ids, tables.world_size if divide else 1, bag_ends, of_ids, of_kjt)
         divisor = _divisor(pooling, of_bags.view(len(names), samples), of_ids, bag_ends)
         if divisor is not None:
             sums = sums / divisor.view(-1, 1)
@@ -86,16 +86,18 @@ def look_up_pooled(tables: PooledTables, features: Any, divide: bool) -> Any:
     return KeyedTensor(keys=tables.keys, length_per_key=tables.key_widths, values=values, key_dim=1)
 
 
-def _weights(tables: PooledTables, features: Any, values: torch.Tensor) -> torch.Tensor | None:
+def _weights(
+    tables: PooledTables, features: Any, values: torch.Tensor, planned_lengths: bool
+) -> torch.Tensor | None:
     """Of each id. No gradient reaches them in TorchRec."""
     weights = features.weights_or_none()
     if weights is None:
         return None
     weights = weights.detach().float()
-    if tables.exchanges[0].freescale_plan is not None:
+    if planned_lengths:
         torch._check(weights.shape[0] == values.shape[0])  # the LookaheadLoader has seen to it
         return weights
-    return torch.ops.freescale.checked_weights(weights, values, tables.label, tables.exchanges[0].group_name)
+    return torch.ops.freescale.checked_weights(weights, values, tables.label, tables.exchanges[0].host_group_name)
 
 
 def _divisor(

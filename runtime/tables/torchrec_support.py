@@ -6,9 +6,10 @@ A module that is not served keeps TorchRec's own forward, outside the graph. Und
 from __future__ import annotations
 
 import logging
+from types import CodeType
 from typing import Any
 
-from freescale.compat import compiled_modules, torchrec
+from freescale.compat import compiled_modules, dynamo, torchrec
 from freescale.config import Config, load
 from freescale.runtime.tables import fbgemm_table
 
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 _SHARDINGS = ("row_wise", "table_wise", "column_wise", "data_parallel")
 _POOLED_SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 _warnings: list[str] = []  # of this process, each given once
+_left_in: dict[CodeType, None] = {}  # what Dynamo has compiled up to the call of a module that is left to TorchRec
 _strict_errors: list[str] = []  # those met while a model with `strict` was traced
 
 
@@ -31,6 +33,8 @@ def raise_if_unsupported(cfg: Config) -> None:
 
 def report_unsupported(module: Any, reason: str) -> None:
     """Warn once that TorchRec's own code serves `module`; under `strict`, raise."""
+    _left_in.update(dict.fromkeys(dynamo.codes_being_traced()))
+    module.__dict__["_freescale_left_to_torchrec"] = True
     name = torchrec.qualified_name(module) or "a collection"
     message = f"freescale: TorchRec's own path is used for {name}: {reason}"
     if message not in _warnings:
@@ -39,6 +43,13 @@ def report_unsupported(module: Any, reason: str) -> None:
     if load(compiled_modules.options_while_tracing()).strict:
         _strict_errors.append(message)
         raise UnsupportedTables(message)
+
+
+def forget_callers() -> None:
+    """Where a graph ends before the call of a module, nothing that Dynamo has compiled up to there asks which module it
+    is: another model of the same class would get it, with the call outside its graph."""
+    dynamo.forget_compiled(_left_in)
+    _left_in.clear()
 
 
 def unsupported_reason(collection: Any) -> str | None:

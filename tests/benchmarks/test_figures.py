@@ -96,6 +96,16 @@ def test_the_same_numbers_give_the_same_bytes(tmp_path):
         assert (ROOT / "docs" / "figures" / path.name).is_file()
 
 
+@pytest.mark.parametrize("name", ("balance", "contention", "ranks", "ablation"))
+def test_bars_begin_at_0(name):
+    """Else their lengths say nothing."""
+    figure = figures_draw.DRAWN[name](COMMITTED[name])
+    for axes in figure.axes:
+        across = axes.containers[0].orientation == "horizontal"
+        assert (axes.get_xlim() if across else axes.get_ylim())[0] == 0
+    figures_draw.pyplot().close(figure)
+
+
 def test_the_page_is_what_the_numbers_say():
     page = (ROOT / "docs" / "paper.md").read_text()
     assert set(COMMITTED) == set(figures_data.FIGURES) == set(figures_draw.DRAWN) == set(figures_words.WORDS)

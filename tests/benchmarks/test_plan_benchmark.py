@@ -6,13 +6,10 @@ import sys
 
 import pytest
 
-from freescale.kernels.planning import native_plan
 from repo import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import plan  # noqa: E402
-
-pytestmark = pytest.mark.skipif(native_plan.library() is None, reason="the C code cannot be built here")
 
 
 @pytest.mark.parametrize("world", (2, 5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import time
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from freescale import config, driver
 from ranks import run_ranks
 
 
@@ -42,6 +44,56 @@ def test_same_flags_run():
 def test_different_flags_raise_on_every_rank():
     for error in run_ranks(_step, 2, env_of={1: {"FREESCALE_PASSES": "none"}}, expect_errors=True):
         assert "ranks disagree: FREESCALE_PASSES is 'all' on rank 0 and 'none' on rank 1" in error
+
+
+# For each setting another value than that of CONFIG.
+CONFIG = config.Config(passes="all,compress_exchange", dense="allreduce")
+OTHER = {
+    "passes": "all", "codegen": "eager", "strict": True, "dynamic": False, "timeout": 60.0, "dense": "off",
+    "bucket_mb": 1.0, "link_gbps": 1.0, "transport": "c10d", "ring_mb": 1.0, "min_bytes": 1.0, "compress": "rows:0.5",
+    "wire": "fp16", "record": "folder", "progress": False,
+}  # fmt: skip
+_WITHOUT_EFFECT = ["record", "progress"]
+
+
+def _changed(name):
+    more = {"compress": "rows:0.5"} if name == "strict" else {}  # which refuses a lossy pass without a ratio
+    base = dataclasses.replace(CONFIG, **more)
+    return base, dataclasses.replace(base, **{name: OTHER[name]})
+
+
+def test_every_setting_that_affects_graphs_is_in_the_key_of_torchs_caches():
+    assert OTHER.keys() == config.FIELDS.keys()
+    same = []
+    for name in OTHER:
+        base, changed = _changed(name)
+        assert base != changed
+        same += [name] if driver.Driver(base).uuid() == driver.Driver(changed).uuid() else []
+    assert same == _WITHOUT_EFFECT
+
+
+def _one_setting_differs():
+    from freescale import backend
+    from freescale.runtime import agreement
+
+    errors = {}
+    for name in OTHER:
+        cfg = _changed(name)[dist.get_rank()]
+        backend._settings_compared.clear()
+        run = backend._meet_before_first_run(lambda: "ran", cfg, None, None, False)
+        try:
+            errors[name] = run()
+        except agreement.Disagreement as error:
+            errors[name] = str(error)
+    return errors
+
+
+def test_every_setting_that_affects_graphs_is_compared():
+    for errors in run_ranks(_one_setting_differs, 2):
+        assert [errors.pop(name) for name in _WITHOUT_EFFECT] == ["ran", "ran"]
+        for name, words in errors.items():
+            values = "{!r} on rank 0 and {!r} on rank 1".format(*(getattr(cfg, name) for cfg in _changed(name)))
+            assert f"ranks disagree: FREESCALE_{name.upper()} is {values}" in words
 
 
 def test_a_bad_flag_on_one_rank_raises_on_every_rank():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trec
+from freescale.compat import dynamo_settings
 from loops import Model, batch_of, data, threads
 from ranks import HAS_TORCHREC, run_ranks
 
@@ -315,7 +317,8 @@ def _sentences() -> bool:
     # Dynamo gives up, so that TorchRec's own code runs in a planned step.
     torch._dynamo.reset()
     run(*good[0]).backward()
-    with torch._dynamo.config.patch(recompile_limit=1):
+    settings = {**dynamo_settings.dynamo_settings(True), "recompile_limit": 1}
+    with mock.patch.object(dynamo_settings, "dynamo_settings", lambda dynamic: settings):
         with pytest.raises(RuntimeError, match="of ec in a step that .* has planned, .*recompile_limit"):
             for batch in freescale.LookaheadLoader(good, run):
                 run(*batch).backward()

@@ -20,6 +20,14 @@ def test_self_test_passes():
     probes.self_test()
 
 
+def test_self_test_passes_where_dynamo_has_given_up_on_code_of_torch():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for size in (1, 2):
+            torch.compile(torch.nn.BatchNorm1d(size), backend="eager", dynamic=False)(torch.zeros(2, size))
+    probes.self_test()
+
+
 @pytest.mark.parametrize("version", ["2.10.0", "2.16.0.dev20260101+cpu", "3.0.0"])
 def test_self_test_refuses_other_versions(monkeypatch, version: str):
     monkeypatch.setattr(torch, "__version__", version)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +20,9 @@ from fake_world import graphs_of
 from freescale import config, driver, progress
 from freescale.compat import inductor, logs
 from freescale.passes.exchange_meta import CannotApply
+from freescale.runtime import recording
+from freescale.views import records
+from ranks import run_ranks
 from repo import ROOT
 
 
@@ -142,28 +148,50 @@ def test_a_cache_hit_runs_without_the_passes():
     assert graphs_of(lambda: _step(strict=True)) != {}
 
 
-def _say_to(terminal: bool, rank: int, level: int, capsys, run) -> list[str]:
-    """What `run` leaves on standard error of our words, where that is a terminal or not, and the log is on or not."""
-    log = logging.getLogger("freescale.progress")
-    with (
-        mock.patch.object(sys.stderr, "isatty", lambda: terminal, create=True),
-        mock.patch.object(progress, "_first_rank", lambda: rank == 0),
-        mock.patch.object(log, "isEnabledFor", lambda asked: asked >= level),
-    ):
-        run()
-    lines = capsys.readouterr().err.split("\n")
-    return [line.removeprefix(progress._CLEAR) for line in lines if "freescale: " in line]
+def test_a_word_while_it_compiles(capfd, tmp_path):
+    """Also where standard error is no terminal; not where the flag turns it off. The record tells which two graphs
+    belong together."""
+    with mock.patch.object(progress, "_REPEAT_EVERY", 0.01):
+        _step(record=str(tmp_path))
+    recording.recorder(str(tmp_path))._end()
+    (rank,) = records.read(tmp_path).ranks.values()
+    assert [(g["direction"], g["compilation"]) for g in rank.graph] == [("forward", "0/0"), ("backward", "0/0")]
+    said = [line for line in capfd.readouterr().err.splitlines() if "freescale: " in line]
+    repeated = [line for line in said if "still" in line]
+    first, *_, last = said = [line for line in said if line not in repeated]
+    assert first == "freescale: compiling the forward graph (0 exchanges); this can take a minute" and len(said) == 4
+    assert re.fullmatch(r"freescale: compiled the backward graph in \d+\.\d s", last)
+    assert re.fullmatch(r"freescale: still compiling the forward graph after \d+ s", repeated[0])
+    torch._dynamo.reset()
+    _step()
+    said = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"freescale: loaded the backward graph from torch's cache in \d+\.\d s", said[-1]), said
+    torch._dynamo.reset()
+    _step(progress=False, min_bytes=1)
+    assert "freescale: " not in capfd.readouterr().err
 
 
-def test_a_word_while_it_compiles(capsys):
-    said = _say_to(True, 0, logging.WARNING, capsys, _step)
-    assert said[0] == "freescale: compiling the forward graph (0 exchanges); this can take a minute"
-    assert said[3].startswith("freescale: the backward graph is compiled after ") and len(said) == 4
+def _words_of_a_rank() -> list[str]:
+    """What `say` leaves on standard error, where that is a file and the log is off, turned off, or on."""
+    log, said = logging.getLogger("freescale"), []
+    for level, printed in ((logging.WARNING, True), (logging.WARNING, False), (logging.INFO, True)):
+        log.setLevel(level)
+        with contextlib.redirect_stderr(io.StringIO()) as file:
+            progress.say("something", printed)
+        said.append(file.getvalue())
+    return said
 
 
-@pytest.mark.parametrize("terminal, rank, level", ((False, 0, logging.WARNING), (True, 1, logging.WARNING), (True, 0, logging.INFO)))
-def test_the_word_is_for_the_terminal_of_the_first_rank_where_no_log_is_on(terminal, rank, level, capsys):
-    assert _say_to(terminal, rank, level, capsys, lambda: progress.say("something")) == []
+def test_rank_0_speaks_where_the_log_does_not():
+    assert run_ranks(_words_of_a_rank, 2) == [["freescale: something\n", "", ""], ["", "", ""]]
+
+
+def test_the_line_of_a_progress_bar_is_cleared():
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    with contextlib.redirect_stderr(terminal):
+        progress.say("something")
+    assert terminal.getvalue() == f"{progress._CLEAR}freescale: something\n"
 
 
 LOGGED = """

@@ -148,18 +148,18 @@ tangents_1: float32[]
 expand = aten.expand(tangents_1, [primals_4, 1])  # float32[s23, 1]
 permute = aten.permute(primals_7, [1, 0])  # float32[8, 1]
 permute_1 = aten.permute(permute, [1, 0])  # float32[1, 8]
-mm = aten.mm(expand, permute_1)  # float32[s23, 8]
+mul_18 = aten.mul.Tensor(expand, permute_1)  # float32[s23, 8]
 permute_2 = aten.permute(expand, [1, 0])  # float32[1, s23]
-mm_1 = aten.mm(permute_2, tanh)  # float32[1, 8]
+mm = aten.mm(permute_2, tanh)  # float32[1, 8]
 sum_2 = aten.sum.dim_IntList(expand, [0], True)  # float32[1, 1]
 view = aten.view(sum_2, [1])  # float32[1]
-mul_18 = aten.mul.Tensor(tanh, tanh)  # float32[s23, 8]
-sub_13 = aten.sub.Tensor(1, mul_18)  # float32[s23, 8]
-mul_19 = aten.mul.Tensor(mm, sub_13)  # float32[s23, 8]
-sum_rows = freescale.sum_rows(mul_19, getitem_1, getitem_2)  # float32[u0, 8]
+mul_19 = aten.mul.Tensor(tanh, tanh)  # float32[s23, 8]
+sub_13 = aten.sub.Tensor(1, mul_19)  # float32[s23, 8]
+mul_20 = aten.mul.Tensor(mul_18, sub_13)  # float32[s23, 8]
+sum_rows = freescale.sum_rows(mul_20, getitem_1, getitem_2)  # float32[u0, 8]
 div = aten.div.Tensor(sum_rows, 256)  # float32[u0, 8]
 exchange_backward = freescale.exchange_backward(primals_6, div, getitem_6, getitem_7, getitem_8, getitem_3, getitem_5, sym_size_int_2, 0, item, 0)  # float32[0, 8]; urgent gradients, composite, 32*u1 bytes
-return [None, None, None, None, None, exchange_backward, mm_1, view]""")
+return [None, None, None, None, None, exchange_backward, mm, view]""")
 
     def test_opened_forward(self):
         self.assertExpectedInline(_changed(self.texts, "forward"), """\
@@ -172,11 +172,11 @@ return [None, None, None, None, None, exchange_backward, mm_1, view]""")
     def test_opened_backward(self):
         self.assertExpectedInline(_changed(self.texts, "backward"), """\
 -exchange_backward = freescale.exchange_backward(primals_6, div, getitem_6, getitem_7, getitem_8, getitem_3, getitem_5, sym_size_int_2, 0, item, 0)  # float32[0, 8]; urgent gradients, composite, 32*u1 bytes
--return [None, None, None, None, None, exchange_backward, mm_1, view]
+-return [None, None, None, None, None, exchange_backward, mm, view]
 +all_to_all_launch_default = freescale.all_to_all_launch(div, getitem_3, getitem_5, sym_size_int_2, 0, item, 0)  # float32[u1, 8]; urgent gradients, chunk, 32*u1 bytes
 +wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u1, 8]
 +update__default = freescale.update_(primals_6, wait_tensor_default, getitem_6, getitem_7, getitem_8, 0, item)  # float32[0, 8]
-+return [None, None, None, None, None, update__default, mm_1, view]""")
++return [None, None, None, None, None, update__default, mm, view]""")
 
     def test_planned_forward(self):
         """Urgent rows launched and waited for; the early chunk that has arrived; the late gradients of the step before
@@ -184,27 +184,27 @@ return [None, None, None, None, None, exchange_backward, mm_1, view]""")
         """
         self.assertExpectedInline(_exchange_lines(self.planned["forward", "split_exchanges"]), """\
 expect_ids = freescale.expect_ids(primals_3, [primals_2], primals_5, primals_6, item)  # float32[0, 8]
-wait_tensor = _c10d_functional.wait_tensor(primals_9)  # float32[s46, 8]
-all_to_all_rows_launch_default = freescale.all_to_all_rows_launch(expect_ids, primals_20, primals_21, primals_22, sub_1, 0, item, 0)  # float32[-s46 + s64, 8]; urgent rows, chunk, -32*s46 + 32*s64 bytes
-wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_rows_launch_default)  # float32[-s46 + s64, 8]
-cat = aten.cat([wait_tensor, wait_tensor_default])  # float32[s64, 8]
-index = aten.index.Tensor(cat, [primals_14])  # float32[s14, 8]
-all_to_all_launch_default = freescale.all_to_all_launch(primals_38, primals_43, primals_44, primals_35, 1, item, 2)  # float32[s66, 8]; late gradients, chunk, 32*s66 bytes
-wait_tensor_default_1 = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[s66, 8]
+wait_tensor = _c10d_functional.wait_tensor(primals_9)  # float32[u1, 8]
+all_to_all_rows_launch_default = freescale.all_to_all_rows_launch(expect_ids, primals_20, primals_21, primals_22, sub_1, 0, item, 0)  # float32[-u1 + u7, 8]; urgent rows, chunk, -32*u1 + 32*u7 bytes
+wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_rows_launch_default)  # float32[-u1 + u7, 8]
+cat = aten.cat([wait_tensor, wait_tensor_default])  # float32[u7, 8]
+index = aten.index.Tensor(cat, [primals_14])  # float32[s84, 8]
+all_to_all_launch_default = freescale.all_to_all_launch(primals_38, primals_43, primals_44, primals_35, 1, item, 2)  # float32[u14, 8]; late gradients, chunk, 32*u14 bytes
+wait_tensor_default_1 = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u14, 8]
 update__default = freescale.update_(expect_ids, wait_tensor_default_1, primals_40, primals_36, primals_42, 1, item)  # float32[0, 8]
-all_to_all_rows_launch = freescale.all_to_all_rows_launch(update__default, primals_47, primals_48, primals_49, primals_45, 2, item, 2)  # float32[s1, 8]; early rows, chunk, 32*s1 bytes
-return [sum_1, all_to_all_rows_launch, primals_16, primals_18, primals_24, primals_26, primals_28, primals_30, primals_31, primals_32, primals_34, primals_50, expect_ids, tanh, primals_13, primals_27, primals_15, primals_17, primals_23, primals_25, primals_29, primals_10, primals_33]""")
+all_to_all_rows_launch = freescale.all_to_all_rows_launch(update__default, primals_47, primals_48, primals_49, primals_45, 2, item, 2)  # float32[u18, 8]; early rows, chunk, 32*u18 bytes
+return [sum_1, all_to_all_rows_launch, primals_16, primals_18, primals_24, primals_26, primals_28, primals_30, primals_31, primals_32, primals_34, primals_50, expect_ids, tanh, primals_1, primals_27, primals_15, primals_17, primals_23, primals_25, primals_29, primals_33]""")
 
     def test_planned_backward(self):
         """Urgent gradients launched, waited for and applied; the late ones leave the graph as they are."""
         self.assertExpectedInline(_exchange_lines(self.planned["backward", "split_exchanges"]), """\
-sum_rows = freescale.sum_rows(mul_18, primals_16, primals_18)  # float32[s64, 8]
-index_1 = aten.index.Tensor(sum_rows, [primals_24])  # float32[s82, 8]
-all_to_all_launch_default = freescale.all_to_all_launch(index_1, primals_31, primals_32, primals_27, 0, item, 0)  # float32[s60, 8]; urgent gradients, chunk, 32*s60 bytes
-wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[s60, 8]
+sum_rows = freescale.sum_rows(mul_19, primals_16, primals_18)  # float32[u7, 8]
+index_1 = aten.index.Tensor(sum_rows, [primals_24])  # float32[u9, 8]
+all_to_all_launch_default = freescale.all_to_all_launch(index_1, primals_31, primals_32, primals_27, 0, item, 0)  # float32[u11, 8]; urgent gradients, chunk, 32*u11 bytes
+wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u11, 8]
 update__default = freescale.update_(expect_ids, wait_tensor_default, primals_26, primals_28, primals_30, 0, item)  # float32[0, 8]
-index_2 = aten.index.Tensor(sum_rows, [primals_34])  # float32[s39, 8]
-return [None, None, update__default, None, None, None, None, None, None, None, None, index_2, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, mm_1, view]""")
+index_2 = aten.index.Tensor(sum_rows, [primals_34])  # float32[u13, 8]
+return [None, None, update__default, None, None, None, None, None, None, None, None, index_2, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, mm, view]""")
 
 
 def test_the_page_of_graphs_shows_these():

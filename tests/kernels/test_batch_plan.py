@@ -19,8 +19,6 @@ from freescale.kernels.planning.reference_batch import ReferenceBatchPlan
 from freescale.kernels.transports.shared_segment import share_segment
 from ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(native_plan.library() is None, reason="no C compiler")
-
 
 def _row_wise(rows: list[int], world: int, features: list[int]) -> ExchangeTables:
     """Tables in blocks of rows; some ranks have none. `features`: their tables."""

@@ -189,7 +189,7 @@ def plan_steps(plan, number: int, ids: list[torch.Tensor], before: step_plan.Ste
     arrays = block.arrays(planned.rows)
     assert torch.equal(arrays[0], torch.cat(ids))
     assert all(t.dtype == torch.int64 and t.stride() == (1,) for t in arrays)
-    return step_plan.plan_rows(number, arrays, step_plan.count_values({}), planned.row_counts, planned.urgent_entries, torch.empty(0, DIM))
+    return step_plan.plan_rows(number, arrays, step_plan.count_values({}, None), planned.row_counts, planned.urgent_entries, torch.empty(0, DIM))
 
 
 def check(case: Case, threads: Threads, rank: int) -> None:
@@ -413,8 +413,10 @@ def test_first_id_outside_its_table(dtype):
     assert exchange_plan.first_invalid_id([none, good], [0, 4]) is None
     assert exchange_plan.first_invalid_id([none, good, bad], [0, 4, 4]) == (2, 4)
     assert exchange_plan.first_invalid_id([none, bad, good], [0, 5, 3]) == (1, -1)
+    assert exchange_plan.first_invalid_id([good, good], [4, 3]) == (1, 3)  # the table's size, and nothing else wrong
     owners = exchange_plan.owner_map([exchange_plan.Shard(0, 0, 20, 0, 0)], [20], 1)
     assert exchange_plan.own_requests([none, good, bad], [0, 0, 0], [0, 4, 4], owners) == (2, 4)
     assert exchange_plan.own_requests([none, bad, good], [0, 0, 9], [0, 5, 3], owners) == (1, -1)
+    assert exchange_plan.own_requests([good, good], [0, 4], [4, 3], owners) == (1, 3)
     own = exchange_plan.own_requests([good, none, good], [0, 4, 7], [4, 0, 4], owners)
     assert own.rows.tolist() == [0, 3, 7, 10] and own.inverse.tolist() == [0, 1, 2, 3]

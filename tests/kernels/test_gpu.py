@@ -35,7 +35,7 @@ def train(sharding, optimizer, dtype, codegen, passes="all"):
             p.grad.copy_(mine / dist.get_world_size())
         dense.step()
         losses.append(float(loss.detach()))
-    assert list(backend.COMPILED.values()) == [1]
+    assert list(backend.COMPILED.values()) == [2]  # with ids, and without any
     torch._dynamo.reset()
     return losses, model.table.weight.cpu(), model.table.momentum.cpu()
 
@@ -100,7 +100,7 @@ def _look_ahead():
         chosen = trainer.train(0.3, 100, wrapped=True, overlap=None)  # tries both ways
         assert same(plain, ahead) and same(plain, chosen), optimizer
         assert {s["bytes_early"] == 0 for s in chosen[2][40:] if s["exchange"].startswith("item")} == {True, False}
-        assert trainer.compilations == 1
+        assert trainer.compilations == 2  # with ids, and without any
     fused = Trainer("sgd", "all", "inductor", "cuda").train(0.3, 30, wrapped=True)
     again = Trainer("sgd", "none", "inductor", "cuda").train(0.3, 30, wrapped=False)
     return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(fused[0], again[0], strict=True))

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels.native import build
+from freescale.kernels.native import c_library
 from freescale.kernels.transports import issue_native, slot_rings
 from freescale.kernels.transports.channel import Channel
 from freescale.kernels.transports.cuda_driver import CudaDriver, DriverEvent
@@ -266,7 +266,7 @@ def test_who_issues_is_decided_in_one_place(monkeypatch):
     assert isinstance(issue_native.issuer_for(HostDriver(), []), PythonIssuer)  # nothing that C could call
     assert isinstance(issue_native.issuer_for(RecordingDriver(), []), NativeIssuer)
     issue_native._functions.cache_clear()
-    monkeypatch.setattr(build, "load", lambda name: None)
+    monkeypatch.setattr(c_library, "load", lambda: None)
     assert isinstance(issue_native.issuer_for(RecordingDriver(), []), PythonIssuer)
     issue_native._functions.cache_clear()
 

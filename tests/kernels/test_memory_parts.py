@@ -22,8 +22,8 @@ TYPES = [*dlpack.TYPES, torch.float8_e4m3fn]  # the last one has no code in DLPa
 def language(request, monkeypatch):
     if request.param == "Python":
         monkeypatch.setattr(memory_parts, "_functions", lambda: None)
-    elif memory_parts._functions() is None:
-        pytest.skip("no C compiler")
+    else:
+        assert memory_parts._functions() is not None
 
 
 def extents(*pairs: tuple[int, int]) -> ctypes.Array:
@@ -79,7 +79,6 @@ def test_the_last_part_gives_the_memory_back(language):
     assert alive() is None
 
 
-@pytest.mark.skipif(memory_parts._functions() is None, reason="no C compiler")
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("taken", (False, True))
 def test_a_part_that_cannot_be_made(number, taken):

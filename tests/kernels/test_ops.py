@@ -58,9 +58,11 @@ def test_opcheck(one_rank):
     asked = (torch.tensor([1, 4, 1]), counts, counts, 3, 0)
     opcheck(ops.plan_now, _plan_args(name, one_rank))
     opcheck(ops.checked_rows, ([torch.tensor([1, 0])], [0], [4], name, one_rank))
-    opcheck(ops.count_values, (torch.ones(3, 2, dtype=torch.int32), "bags"))
+    opcheck(ops.count_values, (torch.ones(6, dtype=torch.int32), None, torch.arange(6), 3, True, "bags"))
     opcheck(ops.checked_weights, (torch.rand(2), torch.tensor([1, 0]), "bags", one_rank))
-    opcheck(ops.expect_ids, (token, [torch.tensor([1, 0])], torch.tensor([1, 0]), torch.tensor(7), name))
+    expected = token, [torch.tensor([1, 0])], torch.tensor([1, 0]), torch.tensor(7), name
+    opcheck(ops.expect_ids, expected)
+    opcheck(ops.expect_ids, (*expected, torch.tensor([[2, 0]]), torch.tensor([2])))
     opcheck(ops.exchange_forward, (token, *asked, name, one_rank))
     opcheck(ops.exchange_backward, (token, grads, rows, order, ends, counts, counts, 3, 0, name, one_rank))
     opcheck(ops.sum_rows, (grads, order, ends))
@@ -92,6 +94,12 @@ def test_ids_that_were_not_planned_are_refused():
     for planned in ([1, 2, 4], [1, 2]):
         with pytest.raises(RuntimeError, match="not those of batch 7"):
             ops.expect_ids(token, ids, torch.tensor(planned), step, "t")
+    planned, counts = torch.tensor([1, 2, 3]), torch.tensor([2, 1])
+    for lengths in ([[2, 0], [0, 1]], [[1, 1], [0, 1]]):
+        ops.expect_ids(token, ids, planned, step, "t", torch.tensor(lengths), counts)
+    for lengths in ([[1, 0], [1, 1]], [[3, -1], [0, 1]]):
+        with pytest.raises(RuntimeError, match="the lengths that .* not those of batch 7"):
+            ops.expect_ids(token, ids, planned, step, "t", torch.tensor(lengths), counts)
 
 
 def test_plan_now_of_one_rank(one_rank):
@@ -232,3 +240,12 @@ def _launch_under_inductor():
 
 def test_launch_keeps_its_send_buffer():
     assert run_ranks(_launch_under_inductor, 2) == [True, True]
+
+
+def test_what_all_ranks_do_together_is_never_left_out_of_a_graph():
+    """A rank without rows uses nothing of what comes out, and the other ranks wait for it."""
+    from torch._library.utils import is_impure
+
+    for name in ("plan_now", "exchange_forward", "exchange_backward", "all_to_all_rows_launch", "checked_rows"):
+        assert is_impure(getattr(torch.ops.freescale, name).default)
+    assert not is_impure(torch.ops.freescale.sum_rows.default)

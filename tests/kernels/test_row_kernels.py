@@ -75,6 +75,21 @@ def compares_ids(device: str) -> None:
         assert bool(row_kernels_triton.equal(narrow, narrow.long()))
 
 
+def compares_lengths(device: str) -> None:
+    from freescale.kernels import row_kernels_triton
+
+    for keys, samples, dtype in ((0, 3, torch.int64), (1, 1, torch.int32), (3, 0, torch.int64), (3, 1025, torch.int32)):
+        lengths = torch.randint(0, 9, (keys, samples), dtype=dtype).to(device)
+        counts = lengths.sum(1)
+        assert bool(row_kernels_triton.has_counts(lengths, counts))
+        for first, last in ((1, -1), (-9, 9), (0, 1)) if lengths.numel() > 1 else ():  # of a key; beyond it
+            other = lengths.clone()
+            other[0, 0] += first
+            other[0 if first < -1 else -1, -1] += last
+            same = reference.has_counts(other, counts)
+            assert not bool(same) and not bool(row_kernels_triton.has_counts(other, counts))
+
+
 def sums_segments_bit_for_bit(device: str) -> None:
     from freescale.kernels import row_kernels_triton
 
@@ -269,6 +284,7 @@ def many_random_segments_of_short_runs(device: str) -> None:
 
 CASES = [
     compares_ids,
+    compares_lengths,
     gathers_rows,
     sums_segments_bit_for_bit,
     sums_bags_that_share_rows_bit_for_bit,

@@ -67,6 +67,12 @@ def test_the_choice_does_not_depend_on_which_rank_asks(case):
     assert (found.without_sms, found.compare) == (reverse.without_sms, reverse.compare)
 
 
+@pytest.mark.parametrize("reached", ({"0.0"}, {"0.0", "0.3"}))
+def test_a_gpu_that_reaches_some_of_the_others_is_no_peer(reached):
+    found = selection.candidates(one_differs(ranks(4), 2, reaches=frozenset(reached)))
+    assert found.without_sms == ("staged",) and found.reason == "the GPU of rank 2 does not reach all others"
+
+
 @pytest.mark.parametrize("staged, c10d, taken", (
     ([1.0, 1.0], [2.0, 2.0], "staged"),
     ([1.19, 1.0], [1.0, 1.0], "staged"),  # without SMs, and nearly as fast

@@ -1,6 +1,6 @@
 """A model that slices offsets, `offsets[1:]`, as most models of jagged histories do, under Inductor.
 
-(torch before 2.13 could not lower it where there may be no samples: compat/backports.py.)
+(torch before 2.13 cannot lower it where the size is a symbol that may be 0: a batch without samples has its own graph.)
 """
 
 from __future__ import annotations

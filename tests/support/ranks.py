@@ -13,7 +13,6 @@ import importlib.util
 import multiprocessing as mp
 import os
 import pickle
-import shutil
 import sys
 import tempfile
 import time
@@ -57,14 +56,6 @@ def _warnings_are_errors() -> None:
 def _keep_bytecode() -> None:
     """Of freescale and of the tests: what the first rank compiles, the others load, also where Python is told not to."""
     sys.pycache_prefix, sys.dont_write_bytecode = str(session_folder.path() / "bytecode"), False
-
-
-def _bring_libraries(folder: Path) -> None:
-    """freescale's C code as the ranks before compiled it, into a cache folder of a test's own: a second for each rank."""
-    for library in (session_folder.path() / "compiled" / "freescale").glob("*-*.so"):  # (unfinished ones have no key)
-        if not (folder / "freescale" / library.name).exists():
-            (folder / "freescale").mkdir(parents=True, exist_ok=True)
-            shutil.copy(library, folder / "freescale")
 
 
 class RankFailed(AssertionError):
@@ -138,7 +129,6 @@ def run_ranks(
             own = {**(env or {}), **(env_of or {}).get(rank, {})}
             for_nccl = nccl_environment(rank) if "nccl" in backend else {}
             their_env = {"TORCHINDUCTOR_CACHE_DIR": str(session_folder.path() / "compiled"), **for_nccl, **own}
-            _bring_libraries(Path(their_env["TORCHINDUCTOR_CACHE_DIR"]))
             store, seconds = os.path.join(folder, "store"), group_timeout or timeout
             arguments = (call, rank, world, backend, store, seconds, their_env, not compiled_anew, theirs)
             p = _context.Process(target=_rank, args=arguments, daemon=True)

@@ -72,7 +72,9 @@ def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8, small: b
     return shard(Model(dim, small), LAYOUTS[layout], optimizer, ddp, **fused)
 
 
-def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = False, **fused: Any) -> Any:
+def shard(
+    model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = False, device: str = "cpu", **fused: Any
+) -> Any:
     """A model in DistributedModelParallel, each table sharded as `kinds` says. `fused`: for FBGEMM's optimizer."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
@@ -108,7 +110,7 @@ def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = F
     }
     world = dist.get_world_size()
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    topology = Topology(world_size=world, local_world_size=per_host, compute_device="cpu")
+    topology = Topology(world_size=world, local_world_size=per_host, compute_device=device)
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     return DistributedModelParallel(
@@ -116,7 +118,7 @@ def shard(model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = F
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         plan=plan,
         sharders=sharders,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         init_data_parallel=ddp,
     )
 

@@ -52,7 +52,8 @@ class Batches:
             if self.share == 1.0:  # every row of the window, some of them twice, so that all collide
                 window = torch.cat([torch.randperm(width, generator=g), window])
             items = (start + window) % ROWS
-            yield {"item": items, "user": torch.randint(0, 7, (n // 10,), generator=g)}
+            users = max(n // 10, 2 * bool(items.numel()))  # (both are empty, or none: each kind of batch is a graph)
+            yield {"item": items, "user": torch.randint(0, 7, (users,), generator=g)}
 
 
 @torch.no_grad()

@@ -142,7 +142,7 @@ def _train(model: nn.Module, *batch: Any) -> None:
             capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, assume_static_by_default=False,
             specialize_float=True, skip_torchrec=False, force_unspec_int_unbacked_size_like_on_torchrec_kjt=True,
         ),
-        shapes.patch(backed_size_oblivious=True, use_duck_shape=False),
+        shapes.patch(use_duck_shape=False),
     ):  # fmt: skip
         torch.compile(model, backend=_backend, fullgraph=True)(*batch).backward()
         with torch.no_grad():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import trec
 import zoo
 from freescale.views import page, records, summary, text, timeline
+from freescale.views.compilations import compilations
 from ranks import HAS_TORCHREC, RankFailed, run_ranks
 
 pytestmark = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
@@ -22,7 +23,8 @@ STEPS = 5
 
 
 def _train(folder: str, killed: int | None = None) -> None:
-    """A model with two collections. All ranks but `killed` write down that they have ended."""
+    """A model with two collections; it evaluates before its first backward pass. All ranks but `killed` write down that
+    they have ended."""
     import freescale
     from freescale.runtime import recording
 
@@ -30,8 +32,12 @@ def _train(folder: str, killed: int | None = None) -> None:
     model = trec.shard(zoo.MODELS["DLRM"](), zoo.LAYOUT, "rowwise_adagrad", ddp=True)
     call = torch.compile(model, backend="freescale")
     batches = [zoo.batch(step, dist.get_rank(), 4) for step in range(STEPS)]
-    for batch in freescale.LookaheadLoader(batches, call):
-        call(batch).backward()
+    for i, batch in enumerate(freescale.LookaheadLoader(batches, call)):
+        loss = call(batch)
+        if i == 0:
+            with torch.no_grad():
+                call(zoo.batch(100, dist.get_rank(), 4))
+        loss.backward()
     path = next(Path(folder).glob(f"*-rank{dist.get_rank():05d}.jsonl"))
     deadline = time.monotonic() + 60
     while path.read_text().count('"kind": "step"') < STEPS and time.monotonic() < deadline:
@@ -70,9 +76,25 @@ def test_two_collections(trained):
     assert {"ebc.table_wise", "ec.row_wise", "ec.table_wise"} <= tables
     for words in ("forward graph", "9 exchanges", "backward graph", "3 exchanges", "unique rows of ebc.table_wise"):
         assert words in said and words in made
+    assert said.startswith("Ranks waited ") and f"<b>{' '.join(found['verdict'])}</b>" in made
+    assert "GPU without work" not in said and "GPU without work" not in made
     assert "urgent rows of ec.row_wise" in timeline.text_timeline(records.read(trained).ranks[0].graph)
-    assert page.explain_page(records.read(trained)).count("<svg") == 1
     assert "kB received per step and rank" in made  # some hundred bytes are not 0.000 MB
+
+
+@pytest.mark.thorough
+def test_training_and_evaluation_are_told_apart(trained):
+    """The last forward graph is the evaluation's, the last backward graph the training's."""
+    run = records.read(trained)
+    for rank in run.ranks.values():
+        assert [g["direction"] for g in rank.graph] == ["forward", "backward", "forward"]
+        named = compilations(rank.graph)
+        assert [[g["exchanges"] for g in of_one] for of_one in (named["train"], named["eval"])] == [[9, 3], [3]]
+    said = timeline.text_timeline(run.ranks[0].graph)
+    assert said.index("train, backward graph") < said.index("train, predicted") < said.index("eval, forward graph")
+    assert said.count("predicted for the traced batch") == 2
+    made = page.explain_page(run)
+    assert made.count("<svg") == 2 and "train: two steps" in made and "eval: two steps" in made
 
 
 @pytest.mark.thorough
@@ -80,12 +102,12 @@ def test_graphs_out_of_the_cache(trained, cache, tmp_path):
     """In an empty cache one rank finds nothing and may compile for both; the next run compiles nothing."""
     found, said, made = shown(trained)
     assert {g["compiled_on"] for g in found["graphs"]} <= {1, 2}
-    assert "graph, out of torch's cache in" not in said and "graph, compiled" in said and "graph, compiled" in made
+    assert "graph, loaded from torch's cache in" not in said and "graph, compiled" in said and "graph, compiled" in made
     run_ranks(_train, 2, str(tmp_path), env=env(tmp_path, **cache))
     again, said, made = shown(tmp_path)
-    assert [g["compiled_on"] for g in again["graphs"]] == [0, 0]
+    assert [g["compiled_on"] for g in again["graphs"]] == [0, 0, 0]
     for words in (said, made):
-        assert words.count("graph, out of torch's cache in") == 2 and "9 exchanges" in words
+        assert words.count("graph, loaded from torch's cache in") == 3 and "9 exchanges" in words
     kept = records.read(tmp_path).ranks[0].graph
     assert timeline.text_timeline(kept) == timeline.text_timeline(records.read(trained).ranks[0].graph)
 

@@ -33,7 +33,7 @@ def graph(direction: str = "forward", **more) -> dict:
     launch = {"do": "launch", "what": "urgent rows of item", "payload": "rows", "priority": "urgent", "table": "item"}
     launch |= {"kind": "chunk", "bytes": 4000, "size": "4*s0", "seconds": 0.004}
     order = [launch, {"do": "compute", "what": "mm", "nodes": 3, "seconds": 0.003}, {"do": "wait", "what": launch["what"]}]
-    entry = {"kind": "graph", "direction": direction, "exchanges": 1, "sites": {"find_exchanges": 1}, "refused": []}
+    entry = {"kind": "graph", "compilation": "0/0", "direction": direction, "exchanges": 1, "sites": {"find_exchanges": 1}, "refused": []}
     entry |= {"seconds": 2.0, "from_cache": False, "timeline": order, "texts": {"before": "a\nb", "find_exchanges": "a\nc"}}
     return entry | more
 
@@ -57,9 +57,11 @@ def folder(tmp_path: Path) -> Path:
 
 def test_sums(folder):
     s = summary.summarize(records.read(folder))
-    assert s["steps"] == 4 and s["ranks_missing"] == [] and s["step_seconds"] == 0.1
+    assert s["steps"] == 4 and s["ranks_missing"] == [] and s["median_step_seconds"] == 0.1
     assert sum(s["shares"].values()) == pytest.approx(1)
-    assert s["shares"]["exposed"] == pytest.approx((0.03 + 0.01 + 4 * 0.01) / 0.7)  # without the step that compiles
+    # Without the step that compiles. In step 1, rank 0 waits 30 ms and rank 1, which is busy 40 ms longer, waits 10.
+    assert s["shares"]["exposed"] == pytest.approx((0.0 + 0.01 + 4 * 0.01) / 0.7)
+    assert s["shares"]["straggler"] == pytest.approx((0.03 + 0.01) / 0.7)
     assert s["bytes_per_step"] == {"urgent rows": 4000} and s["collisions"] == {"item": 0.3}
     assert s["balance"]["straggler_measured"] == 0.12
 
@@ -67,8 +69,83 @@ def test_sums(folder):
 def test_text_says_what_matters(folder):
     said = text.text_report(summary.summarize(records.read(folder)))
     for words in ("2 ranks, 4 steps", "waited for rows or gradients", "urgent rows of item", "before, 10.0% after",
-                  "backward graph, out of torch's cache", "30.0% of the unique rows"):  # fmt: skip
+                  "train, backward graph, loaded from torch's cache", "30.0% of the unique rows", "median step"):  # fmt: skip
         assert words in said
+    assert "GPU without work" not in said and "host_bound" not in said
+    assert "GPU without work" not in page.page(records.read(folder))
+
+
+def verdict_of(tmp_path: Path, *of_ranks: list, **more) -> str:
+    for rank, lines in enumerate(of_ranks):
+        write(tmp_path, rank, world=len(of_ranks), lines=[*lines, *more.get("also", [])])
+    return text.text_report(summary.summarize(records.read(tmp_path))).split("\n\n")[0]
+
+
+PLAN = {"kind": "plan", "step": 1, "exchange": "item"}
+MOVED = {"kind": "balance", "step": 1, "predicted_before": 0.4, "predicted_after": 0.1}
+
+
+def test_verdict(tmp_path):
+    """Rank 1 waits 40 of 100 ms for urgent rows, rank 0 waits 10, and is busy 30 ms longer. All bytes are waited for."""
+    steps = [[step(i, exposed=exposed) for i in range(4)] for exposed in (0.01, 0.04)]
+    assert verdict_of(tmp_path, *steps, also=[PLAN]) == (
+        "Ranks waited 25.0% of the time, mostly for a rank that has more to do (rank 1 longest: 30.0%).\n"
+        "0% of the received bytes were there before they were needed.\n"
+        "Try LookaheadLoader(balance=True): with the same work on every rank a step is 15% shorter."
+    )
+    said = verdict_of(tmp_path, *steps, also=[PLAN, MOVED])
+    assert "Compare what the ranks compute" in said and "balance=True" not in said
+    even = [[step(i, exposed=0.03) for i in range(4)]] * 2
+    said = verdict_of(tmp_path, *even, also=[PLAN])
+    assert "mostly for urgent rows (rank 0 longest: 30.0%)" in said and "Try another transport" in said
+    assert "Try a LookaheadLoader" in verdict_of(tmp_path, *even)
+    write(tmp_path, 1, world=3, lines=[*even[0], PLAN])  # without a record of rank 2, ranks are as they knew themselves
+    write(tmp_path, 0, world=3, lines=[*[step(i, exposed=0.01, straggler=0.02) for i in range(4)], PLAN])
+    found = summary.summarize(records.read(tmp_path))
+    assert found["shares"]["straggler"] == pytest.approx(0.1) and found["ranks_missing"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"loader": 0.04, "exposed": 0.01}, "50.0% of the time, mostly for the loader (rank 0 longest: 40.0%)."),
+        ({"host_bound": 0.03, "exposed": 0.02}, "mostly for the host, which left the GPU without work"),
+        ({"loader": 0.02, "exposed": 0.015, "host_bound": 0.015}, "50.0% of the time, the largest part for the loader"),
+    ],
+)
+def test_verdict_names_the_longest_wait(tmp_path, parts, words):
+    said = verdict_of(tmp_path, [step(i, **parts) for i in range(4)], [step(i, **parts) for i in range(4)])
+    assert words in said and "0% of the received bytes" in said
+
+
+def test_verdict_where_little_is_waited_for(tmp_path):
+    """What was there when it was needed is hidden; nothing is advised, and of one rank no rank is named."""
+    said = verdict_of(tmp_path, [step(i, exposed=4e-5) for i in range(4)])
+    assert said.splitlines() == [
+        "Ranks waited 0.0% of the time, mostly for urgent rows.",
+        "100% of the received bytes were there before they were needed.",
+    ]
+
+
+def test_gpu_without_work_is_shown_where_it_was_measured(tmp_path):
+    write(tmp_path, world=1, lines=[step(i, host_bound=0.03) for i in range(4)])
+    said = text.text_report(summary.summarize(records.read(tmp_path)))
+    assert "host_bound" in said and "GPU without work before the model" in said
+
+
+def test_training_and_evaluation_have_timelines_of_their_own(tmp_path):
+    """In the order in which they were compiled: the evaluation before the first backward pass."""
+    evaluation = graph(compilation="0/1", timeline=[{"do": "compute", "what": "mm", "nodes": 1, "seconds": 0.002}])
+    write(tmp_path, world=1, lines=[graph(), evaluation, graph("backward"), graph("forward", compilation="2/0")])
+    run = records.read(tmp_path)
+    said = timeline.text_timeline(run.ranks[0].graph)
+    assert [line.partition(" graph")[0] for line in said.splitlines() if "exchange" in line] == [
+        "train, forward", "train, backward", "eval, forward", "eval 2, forward",
+    ]  # fmt: skip
+    assert "train, predicted for the traced batch: 8 ms a step, 2 exposed" in said
+    assert "eval, predicted for the traced batch: 2 ms a step, 0 exposed" in said
+    made = page.explain_page(run)
+    assert made.count("<svg") == 3 and "eval: two steps as predicted" in made
 
 
 def test_page_needs_no_network_and_has_its_plots(folder):
@@ -115,6 +192,7 @@ def test_a_killed_rank_and_one_without_a_record(tmp_path):
         ([{"kind": "stap"}], "", "line 2: field 'kind' is 'stap'"),
         ([{"kind": "step", "step": 1}], "", "line 2: a line of kind 'step' lacks the field 'seconds'"),
         ([step(0) | {"launches": [["x", 0.1, 0.2, 0.3, 4, 0.1]]}], "", "line 2: its launches were written by another version"),
+        ([{"kind": "graph", "direction": "forward"}], "", "line 2: a line of kind 'graph' lacks the field 'compilation'"),
     ],
 )
 def test_lines_that_cannot_be_read(tmp_path, lines, tail, words, capsys):

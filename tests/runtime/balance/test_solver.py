@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -18,6 +19,24 @@ from freescale.runtime.balance import assignment, integer_problem, native_swaps,
 from freescale.runtime.balance.solver import METHODS, BalanceError, BalanceResult, balance
 
 EQUAL = ("default", "zigzag", "lpt", "kk")  # methods that move samples and keep counts equal
+
+
+class NeverEnds(BaseException):
+    """Not an Exception: hypothesis would run the same example once more, without a limit."""
+
+
+@pytest.fixture(autouse=True)
+def _every_test_ends():
+    """Within twenty seconds of its own CPU time, however busy the machine is."""
+
+    def stop(*_):
+        raise NeverEnds
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 20)
+    yield
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.signal(signal.SIGVTALRM, before)
 
 
 def lognormal(samples: int, seed: int = 0, median: float = 1000.0, sigma: float = 1.0) -> np.ndarray:

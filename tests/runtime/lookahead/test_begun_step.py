@@ -107,7 +107,9 @@ def _goes_on() -> None:
         assert caught == 2 and t.losses == plain.losses
         assert torch.equal(t.model.table.weight, plain.model.table.weight) and threads() == []
 
-    assert _begins_early(loop) == 9  # all but the first, and one that was taken back
+    # Without the first, one that was taken back, and those around the first run of the graph for batches without ids.
+    found = _begins_early(loop)
+    assert found == 7, found
 
 
 def _one_rank_evaluates() -> None:

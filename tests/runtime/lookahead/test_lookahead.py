@@ -19,6 +19,10 @@ from shared_ranks import Outcomes, run_together
 from two_tables import Trainer, same
 
 SHARES = (0.0, 0.12, 0.7, 1.0)
+# Of graphs, of batches of a few samples: with ids; without a history; with one tag or none; without any id; and with so
+# few rows that Inductor multiplies their matrices in another way.
+KINDS_OF_TINY = 5
+KINDS = 2  # of graphs: for batches with ids, and for a rank without any, whose sizes of 0 torch takes as constants
 
 
 @cache
@@ -33,9 +37,9 @@ def _exact(optimizer: str, steps: int, few: int):
     fresh = plain.compilations == 0
     expected = {(share, n): plain.train(share, n, wrapped=False) for share in SHARES for n in (steps, few)}
     assert expected[0.12, steps][0][0] != expected[0.12, steps][0][-1]
-    assert plain.compilations == (1 if fresh else 2)
+    assert plain.compilations <= (KINDS if fresh else 2 * KINDS)
     assert all(same(plain.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
-    assert plain.compilations == 2  # one graph without a plan, one with
+    assert plain.compilations <= 2 * KINDS  # without a plan, and with one
     collisions = {}
     for share in SHARES:
         got = ahead.train(share, steps, wrapped=True)
@@ -43,7 +47,7 @@ def _exact(optimizer: str, steps: int, few: int):
         items = [s for s in got[2] if s["exchange"].startswith("item") and s["step"] > 0]
         collisions[share] = sum(s["colliding_rows"] for s in items) / sum(s["unique_rows"] for s in items)
     assert all(same(ahead.train(share, few, wrapped=False), expected[share, few]) for share in SHARES)
-    assert ahead.compilations == 2
+    assert ahead.compilations <= 2 * KINDS
     assert all(same(closed.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
     return collisions
 
@@ -120,7 +124,7 @@ def _inductor(codegen: str):
 @pytest.mark.parametrize("codegen", ("eager", "inductor"))
 def test_inductor_agrees(codegen):
     for worst, compiled in run_ranks(_inductor, 2, codegen):
-        assert worst <= 1e-6 and compiled == 1, worst
+        assert worst <= 1e-6 and compiled == KINDS, worst
 
 
 def _delayed(steps: int):
@@ -250,7 +254,15 @@ EVERY_LAYOUT = tuple(itertools.product(("row_wise", "mixed"), ("sgd", "adagrad",
 @pytest.mark.timeout(600)
 def test_torchrec_tables_with_look_ahead(world, layouts, small):
     for found in run_ranks(_torchrec, world, layouts, small, timeout=550):
-        assert found["bits"] and found["eager"] <= 1e-6 and found["compilations"] <= 2, found
+        assert found["bits"] and found["eager"] <= 1e-6 and found["compilations"] <= KINDS_OF_TINY, found
+
+
+def _looking_at_the_optimizer(loader, model, seen):
+    """Its state after three steps, read through TorchRec: late gradients are applied before that."""
+    for step, batch in enumerate(loader):
+        if step == 3:
+            seen.update({f"after 3 steps {name}": value for name, value in trec.optimizer_state(model).items()})
+        yield batch
 
 
 def _torchrec(layouts, small):
@@ -270,9 +282,10 @@ def _torchrec(layouts, small):
             run = torch.compile(model, backend="freescale", fullgraph=True, options={"codegen": "eager"})
             batches = [trec.batch(step, dist.get_rank(), none=none) for step in range(20)]
             loader = freescale.LookaheadLoader(batches, run) if wrapped else batches
-            losses = trec.train_on(model, run, loader)
+            middle: dict[str, torch.Tensor] = {}
+            losses = trec.train_on(model, run, _looking_at_the_optimizer(loader, model, middle))
             found["compilations"] = max(found["compilations"], *backend.COMPILED.values())
-            runs.append((losses, trec.snapshot(model), trec.optimizer_state(model)))
+            runs.append((losses, trec.snapshot(model), {**middle, **trec.optimizer_state(model)}))
         (plain, rows, moments), (ahead, rows_ahead, moments_ahead) = runs
         found["bits"] &= plain == ahead and all(torch.equal(rows[n], rows_ahead[n]) for n in rows)
         found["bits"] &= all(torch.equal(moments[n], moments_ahead[n]) for n in moments)

@@ -185,7 +185,17 @@ def _loader_failures() -> None:
     def without(step: int) -> Any:
         return lambda s, batch: {"pick": batch["pick"]} if s == step and rank == 1 else batch
 
+    def stops(error: BaseException) -> Any:
+        def stop(step: int, batch: Any) -> Any:
+            if step == 4 and rank == 1:
+                raise error
+            return batch
+
+        return stop
+
     cases: list[tuple[Any, int, Any, str]] = [
+        (stops(SystemExit("enough")), 4, SystemExit, "enough"),
+        (stops(KeyboardInterrupt("by hand")), 4, KeyboardInterrupt, "by hand"),
         (raises, 4, Broken, "the disk is full"),
         (at(3, {"more": torch.zeros(2)}), 3, ValueError, "batch 3 is dict.*more.*the batches before it were dict"),
         (without(0), 0, ValueError, "no feature 'item', which the model looks up; found dict"),

@@ -110,8 +110,8 @@ def _random(optimizer: str, single_ids: bool) -> int:
         seen.append(len(steps))
 
     check()
-    # with a plan, and for the comparison without; each again where this rank looks up one id in either table or both
-    assert max(backend.COMPILED.values()) <= (2 * 4 if single_ids else 2)
+    # with a plan, and for the comparison without; each again where this rank looks up no id, or one, in either table
+    assert max(backend.COMPILED.values()) <= 2 * (9 if single_ids else 4)
     return len(seen)
 
 

@@ -9,11 +9,9 @@ import pytest
 import torch.distributed as dist
 
 import two_tables
-from freescale.kernels.planning import native_plan, rank_mesh
+from freescale.kernels.planning import rank_mesh
 from freescale.runtime.lookahead import rank_status
 from ranks import run_ranks
-
-pytestmark = pytest.mark.skipif(native_plan.library() is None, reason="no C compiler")
 
 
 @pytest.mark.parametrize("world", (2, 3, 7, 8, 1000, 4096))
@@ -23,6 +21,16 @@ def test_few_peers_who_know_each_other(world):
         peers = rank_mesh.peers_to_compare(rank, world)
         assert len(peers) <= few and rank not in peers
         assert all(rank in rank_mesh.peers_to_compare(peer, world) for peer in peers)
+
+
+@pytest.mark.parametrize("field", rank_status.RankStatus._fields)
+def test_a_step_begins_without_another_look_only_if_all_ranks_say_the_same(field):
+    fine = rank_status.RankStatus(rank_status.Action.TRAIN, 1, 3, 0, 2, -1, 3, 0, 5, 0)
+    other = fine._replace(**{field: getattr(fine, field) + 1})
+    assert rank_status._all_fine([fine] * 3)
+    for odd_one in range(3):
+        assert rank_status._all_fine([other if rank == odd_one else fine for rank in range(3)]) == (field == "begun")
+    assert rank_status._all_fine([other] * 3) == (field not in ("incomplete", "planning_failed", "written"))
 
 
 def _open():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -178,6 +179,7 @@ def _fitted(steps: int = 30, asked_until_known: int = 1):
     says before is wrong."""
     import freescale
     from freescale.runtime import meter
+    from freescale.runtime.samples import batch_balancer
 
     rank, loop = dist.get_rank(), shared_loop()
     data = [batch_of(step, rank, 6) for step in range(steps)]
@@ -188,28 +190,34 @@ def _fitted(steps: int = 30, asked_until_known: int = 1):
         asked[step.name] += 1
         return rank != 1 or asked[step.name] >= asked_until_known
 
-    def summary(name, seconds, records, on_device=None):
+    def summary(step):
+        name = step.name
         length = lengths[name].double() + 1  # ids of the item and of the user
         compute = 2e-3 + float((1e-6 * length + 1e-8 * length**2).sum())
         if rank == 1 and asked[name] < asked_until_known:
             compute = 2e-3 * (1 + name % 3)
-        return {**honest(name, seconds, records, on_device), "compute": compute, "seconds": 3e-3}
+        return {**honest(step), "compute": compute, "seconds": 3e-3}
 
     loader = freescale.LookaheadLoader(data, loop.run, balance=True)
-    with mock.patch.object(meter, "summary", summary), mock.patch.object(meter, "is_known", is_known):
+    as_balancer_sees_it = SimpleNamespace(summary=summary, is_known=is_known)
+    with mock.patch.object(batch_balancer, "meter", as_balancer_sees_it):
         for step, batch in enumerate(loader):
             lengths[step] = batch["item_lengths"]
             loop.run({k: batch[k] for k in TENSORS}, even(6)).backward()
     stats = loader.balance_stats()
     first = loader.cost.stats()
+    fitted_to = [ranks[rank].tolist() for ranks, _ in loader.cost.rows]
+    mine = [(n.double() + 1) for n in lengths.values()]
+    sums = [[float(n.sum()), float((n**2).sum())] for n in mine]
     list(loader)  # a second loop goes on with the fit; it does not train, so it measures nothing
-    return stats, first, loader.cost.stats()
+    return stats, first, loader.cost.stats(), (fitted_to, sums)
 
 
 def test_cost_is_fitted_to_measured_times(checked):
     ranks = checked.of("fitted")
-    for stats, first, second in ranks:
-        assert (first, second) == ranks[0][1:]
+    for stats, first, second, (fitted_to, sums) in ranks:
+        assert (first, second) == ranks[0][1:3]
+        assert fitted_to == sums[1:26]  # sum(L), sum(L**2) of this rank's samples in each step
         assert first["steps"] == 25 and second["steps"] == 25  # steps 1 to 25 of 30: the first one compiles
         assert abs(first["constant"] - 2e-3) < 3e-4 and 0 < first["a"] < 4e-6
         assert stats[0]["fit"]["steps"] == 0 and stats[-1]["fit"]["steps"] == 25
@@ -220,8 +228,8 @@ def test_cost_is_fitted_to_measured_times(checked):
 def test_times_that_a_gpu_tells_late_are_waited_for(checked):
     """None is used before it is known on every rank, none is lost."""
     ranks = checked.of("fitted late")
-    for stats, first, second in ranks:
-        assert (first, second) == ranks[0][1:]
+    for stats, first, second, _ in ranks:
+        assert (first, second) == ranks[0][1:3]
         assert first["steps"] == 6 and second["steps"] == 6
         assert [s["measured"] is not None for s in stats] == [True] * 7 + [False] * 7
         assert abs(first["constant"] - 2e-3) < 3e-4 and 0 < first["a"] < 4e-6
@@ -301,11 +309,42 @@ BAD = {  # what the rank says that has the bad input, what the other one says, b
 }  # fmt: skip
 
 
+def _shared():
+    """Class weights as many as samples: found, and named."""
+    import freescale
+
+    rank, loop = dist.get_rank(), shared_loop()
+    weights, own = torch.arange(6.0), torch.arange(6.0) + 100 * rank
+    data = [{**batch_of(step, rank, 6), "weights": weights.clone(), "own": own} for step in range(6)]
+    seen = []
+    options = freescale.BalanceOptions(cost=freescale.LengthCost(1.0, 0.1), shared=["own"])
+    loader = freescale.LookaheadLoader(data, loop.run, balance=options)
+    for batch in loader:
+        labels = dict(zip(batch["words"], batch["label"].tolist(), strict=True))
+        seen.append((torch.equal(batch["weights"], weights), torch.equal(batch["own"], own), labels))
+    moved = [s["moved_samples"] for s in loader.balance_stats()]
+    options = freescale.BalanceOptions(cost=options.cost, shared=["own", "weights"])
+    loader = freescale.LookaheadLoader(data, loop.run, balance=options)
+    named = [torch.equal(b["weights"], weights) and torch.equal(b["own"], own) for b in loader]
+    brought = [dict(zip(b["words"], b["label"].tolist(), strict=True)) for b in data]
+    return seen, moved, named, [s["moved_samples"] for s in loader.balance_stats()], brought
+
+
+def test_class_weights_are_not_cut(checked):
+    ranks = checked.of("shared")
+    for seen, moved, named, moved_named, _ in ranks:
+        assert [(a, b) for a, b, _ in seen] == [(True, True)] * 6 and named == [True] * 6
+        assert moved[:2] == [0, 0] and all(moved[2:]) and all(moved_named)  # found out in the third batch
+    for step in range(6):
+        brought = {**ranks[0][4][step], **ranks[1][4][step]}
+        assert {**ranks[0][0][step][2], **ranks[1][0][step][2]} == brought  # labels go with their samples
+
+
 @pytest.fixture(scope="module")
 def checked() -> Outcomes:
     exact = {method: partial(_exact, method, WITHOUT_ONE) for method in ("default", "variable")}
     fitted = {"fitted": _fitted, "fitted late": partial(_fitted, 14, asked_until_known=4)}
-    return run_together({**exact, **fitted, "bad input": _bad_input}, 2)
+    return run_together({**exact, **fitted, "shared": _shared, "bad input": _bad_input}, 2)
 
 
 def test_bad_input_is_an_error_on_every_rank_and_the_loader_stays_usable(checked):

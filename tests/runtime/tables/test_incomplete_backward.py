@@ -20,7 +20,7 @@ import torch.distributed as dist
 from loops import Training, compare, data, threads
 from ranks import run_ranks
 
-INCOMPLETE = "rank 0.*: the backward pass of step 3 has applied some of its gradients to the tables and lost the others"
+INCOMPLETE = "{}: the backward pass of step 3 has applied some of its gradients to the tables and lost the others"
 LOST = r"gradients of step 3 for table item were not applied: \d+ rows that this rank computed, \d+ rows that it owns"
 
 
@@ -46,8 +46,16 @@ def hook_raises(t: Training, batch: Any, ranks: tuple[int, ...] = (0, 1)) -> Non
         handle.remove()
 
 
-def hook_raises_on_one_rank(t: Training, batch: Any) -> None:
+def hook_raises_on_rank_0(t: Training, batch: Any) -> None:
     hook_raises(t, batch, (0,))
+
+
+def hook_raises_on_rank_1(t: Training, batch: Any) -> None:
+    hook_raises(t, batch, (1,))
+
+
+RANKS = {only_some: "rank 0, 1", only_inputs: "rank 0, 1", hook_raises: "rank 0, 1"}
+RANKS |= {hook_raises_on_rank_0: "rank 0", hook_raises_on_rank_1: "rank 1"}
 
 
 class Slow(queue.SimpleQueue):
@@ -71,10 +79,10 @@ def incomplete(interrupt: Any) -> tuple[Training, Any]:
     return t, loop
 
 
-def left(t: Training, loop: Any) -> None:
+def left(t: Training, loop: Any, interrupt: Any) -> None:
     """Python may say nothing of what is raised while it closes a generator, so the next use says it again."""
     for use in (loop.close, t.model.state_dict):
-        with pytest.raises(RuntimeError, match=f"{LOST} .*{INCOMPLETE}"):
+        with pytest.raises(RuntimeError, match=f"{LOST} .*{INCOMPLETE.format(RANKS[interrupt])}"):
             use()
     t.model.state_dict()
 
@@ -83,20 +91,20 @@ def next_step(interrupt: Any) -> None:
     t, loop = incomplete(interrupt)
     batch = next(loop)
     for _ in range(2):  # the loop is over: it says so every time
-        with pytest.raises(RuntimeError, match=INCOMPLETE):
+        with pytest.raises(RuntimeError, match=INCOMPLETE.format(RANKS[interrupt])):
             t.step(batch)
-    left(t, loop)
+    left(t, loop, interrupt)
 
 
 def state_dict(interrupt: Any) -> None:
     t, loop = incomplete(interrupt)
-    with pytest.raises(RuntimeError, match=INCOMPLETE):
+    with pytest.raises(RuntimeError, match=INCOMPLETE.format(RANKS[interrupt])):
         t.model.state_dict()
-    left(t, loop)
+    left(t, loop, interrupt)
 
 
 def end_of_the_loop(interrupt: Any) -> None:
-    left(*incomplete(interrupt))
+    left(*incomplete(interrupt), interrupt)
 
 
 def the_last_step(interrupt: Any) -> None:
@@ -111,7 +119,7 @@ def the_last_step(interrupt: Any) -> None:
 
 def _cases() -> dict[str, str]:
     said = {}
-    for interrupt in (only_some, only_inputs, hook_raises, hook_raises_on_one_rank):
+    for interrupt in RANKS:
         for case in (next_step, state_dict, end_of_the_loop, the_last_step):
             name = f"{interrupt.__name__}, {case.__name__}"
             try:
