@@ -35,10 +35,10 @@ import numpy as np  # noqa: E402
 import collisions  # noqa: E402
 import netlab  # noqa: E402
 from command_line import parser  # noqa: E402
-from freescale.simulate import schedule, traced_model, variants  # noqa: E402
+from freescale.simulate import graphs, variants  # noqa: E402
 from freescale.simulate.cluster import PRESETS, Cluster  # noqa: E402
+from freescale.simulate.collisions import CollisionCounter, Counts  # noqa: E402
 from freescale.simulate.events import Compute, Program, Simulation  # noqa: E402
-from freescale.simulate.planned_world import Counts, PlannedWorld  # noqa: E402
 from freescale.simulate.workload import Batch  # noqa: E402
 
 Rows = list[dict[str, Any]]
@@ -53,13 +53,13 @@ STEPS = 8  # predicted
 def planned(settings: dict[str, Any], ranks: int, collision: float) -> list[Counts]:
     """The batches that the ranks draw, planned."""
     shape = collisions.Shape(settings["samples"], settings["length"], settings["table_rows"])
-    world, counts = PlannedWorld(ranks, ranks, shape.table_rows), []
+    counter, counts = CollisionCounter(), []
     for t, rows in enumerate(collisions.unique_rows(shape, ranks, collision, STEPS, seed=1)):
         ids = [collisions.values_of(rows[r], shape, 1000 * t + r) for r in range(ranks)]
         each = np.full(ranks, shape.values)
-        done = world.plan(Batch(each, each, np.concatenate(ids)), np.arange(ranks), np.ones(ranks, dtype=int))
+        done = counter.count(Batch(each, each, np.concatenate(ids)), np.arange(ranks), np.ones(ranks, dtype=int))
         counts += [done] if done is not None else []
-    return [*counts, world.last()]
+    return [*counts, counter.last()]
 
 
 def cluster_of(settings: dict[str, Any], probe: dict[str, float]) -> Cluster:
@@ -93,7 +93,7 @@ def predict(
     seconds = compute_ms / 1e3
     program = order or variants.program_of(
         variant,
-        lambda ahead: schedule.program_of(traced[ahead], seconds, 0.0, sizes_in_bytes, c.between_gb_per_s * 1e9),
+        lambda ahead: graphs.program_of(traced[ahead], seconds, 0.0, sizes_in_bytes, c.between_gb_per_s * 1e9),
     )
     program = [i for i in program if isinstance(i, Compute) or i.what != "dense gradients"]
     work = np.zeros((len(counts), len(first.unique), 2))
@@ -192,7 +192,7 @@ def main() -> None:
     if args.quick:
         settings |= {"samples": 16, "blocks": 1, "ratios": [0.5, 2.0], "rounds": 1, "steps": 3}
         args.ranks = [2]
-    traced = {ahead: traced_model.trace(settings["blocks"], ahead) for ahead in (True, False)}
+    traced = {ahead: graphs.trace(settings["blocks"], ahead) for ahead in (True, False)}
     found = {ranks: run_ranks(ranks, settings) for ranks in args.ranks}
     rows = [r for ranks, f in found.items() for r in compare(settings, ranks, f, traced)]
     show(rows, args.json, {"found": found, "ran": settings})

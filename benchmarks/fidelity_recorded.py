@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from fidelity import Rows, cluster_of, planned, predict
-from freescale.simulate import traced_model
+from freescale.simulate import graphs
 from freescale.simulate.events import Launch, Wait
 from freescale.simulate.variants import BACKWARD, FORWARD, TORCHREC, Variant
 
@@ -25,7 +25,7 @@ UNORDERED = (
 
 def compare(recorded: dict[str, Any]) -> Rows:
     settings = recorded["settings"]
-    traced = {ahead: traced_model.trace(settings["blocks"], ahead) for ahead in (True, False)}
+    traced = {ahead: graphs.trace(settings["blocks"], ahead) for ahead in (True, False)}
     compute = compute_ms(recorded)
     rows: Rows = []
     for check in recorded["check_of_exposed"]:

@@ -1,7 +1,7 @@
 """What the figures of docs/paper.md show, as numbers: one function for each.
 
-Simulated figures come from `freescale.simulate`, with the balancer and the planning code of the package; measured ones
-from benchmarks/results/. Deterministic: a second run gives the same numbers.
+Simulated figures come from `freescale.simulate`, with the balancer and the passes of the package; measured ones from
+ benchmarks/results/. Deterministic: a second run gives the same numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 
 import movielens
 from freescale.runtime.balance import solver
-from freescale.simulate import findings, sweep
+from freescale.simulate import findings
 from freescale.simulate.cluster import PRESETS
-from freescale.simulate.planned_world import PlannedWorld
-from freescale.simulate.study import Outcome, Study
+from freescale.simulate.collisions import CollisionCounter
+from freescale.simulate.study import Outcome, Study, changed
 from freescale.simulate.variants import EVERYTHING, TORCHREC, Variant, freescale_variants
 from freescale.simulate.workload import Batch, Generated, Recorded, Workload, zipf
 
@@ -114,14 +114,14 @@ def collisions(points: Points) -> dict[str, Any]:
         for values in s.values:
             points.progress(f"collisions: exponent {exponent}, {values} values")
             batches = [_zipf_batch(exponent, values, step) for step in range(3)]
-            synthetic.append({"exponent": exponent, "values": values, **_colliding(batches, TABLE_ROWS)})
+            synthetic.append({"exponent": exponent, "values": values, **_colliding(batches)})
     path, real = movielens.histories(), None
     if path is not None:
         real = []
         for batch in s.movielens_batches:
             source = Recorded(Workload(ranks=REQUESTERS, batch=batch, cap=10**6), path)
             batches = [source.batch(step, REQUESTERS) for step in range(9)]
-            found = _colliding(batches, source.workload.rows)
+            found = _colliding(batches)
             real.append({"samples": REQUESTERS * batch, "items": source.workload.rows, **found})
     return {"synthetic": synthetic, "table_rows": TABLE_ROWS, "movielens": real}
 
@@ -132,14 +132,14 @@ def _zipf_batch(exponent: float, values: int, step: int) -> Batch:
     return Batch(each, each, ids[: each.sum()])
 
 
-def _colliding(batches: list[Batch], rows: int) -> dict[str, float]:
-    """By the planning code: a row collides if any rank had it in the batch before."""
-    world, counts = PlannedWorld(REQUESTERS, REQUESTERS, rows), []
+def _colliding(batches: list[Batch]) -> dict[str, float]:
+    """As the planner counts: a row collides if any rank had it in the batch before."""
+    counter, counts = CollisionCounter(), []
     for batch in batches:
         samples = len(batch.values)
-        done = world.plan(batch, np.arange(samples), np.full(REQUESTERS, samples // REQUESTERS))
+        done = counter.count(batch, np.arange(samples), np.full(REQUESTERS, samples // REQUESTERS))
         counts += [done] if done is not None else []
-    counts = [*counts, world.last()][1:]  # the first has none before it
+    counts = [*counts, counter.last()][1:]  # the first has none before it
 
     def total(name: str) -> float:
         return float(sum(getattr(c, name).sum() for c in counts))
@@ -195,7 +195,7 @@ def exposed(points: Points) -> dict[str, Any]:
     """Figure 9: exposed time over the share of rows that collide; simulated, and as measured on two CPU ranks."""
     simulated = []
     for share in points.settings.collisions:
-        w, _ = sweep.changed("collision", share, points.workload(), PRESETS[points.settings.cluster])
+        w, _ = changed("collision", share, points.workload(), PRESETS[points.settings.cluster])
         ms = {o.variant.name: short(o.exposed_ms) for o in points.at(w)}
         simulated.append({"collision": share, "values_per_row": short(points.repeats[w]), "exposed_ms": ms})
     recorded = _recorded("overlap_fast_link")

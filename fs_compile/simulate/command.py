@@ -91,8 +91,8 @@ class Progress:
 
 
 def run(args: argparse.Namespace, cluster: Cluster) -> None:
-    from freescale.simulate import findings, in_words, plots, sweep
-    from freescale.simulate.study import Study
+    from freescale.simulate import findings, plots
+    from freescale.simulate.study import Study, points
     from freescale.simulate.variants import TORCHREC, freescale_variants
     from freescale.simulate.workload import Generated, Recorded, Workload
 
@@ -104,25 +104,25 @@ def run(args: argparse.Namespace, cluster: Cluster) -> None:
     outcomes = study.run_all([*TORCHREC, *freescale_variants()])
     progress.clear()
     sentences = [findings.verdict(outcomes), *findings.parts_that_do_not_pay(outcomes)]
-    print(in_words.described(study), "", in_words.table(outcomes), "", in_words.shares(outcomes), "", sep="\n")
-    print(in_words.headline_lines(outcomes), *sentences, sep="\n")
+    print(findings.described(study), "", findings.table(outcomes), "", findings.shares(outcomes), "", sep="\n")
+    print(findings.headline_lines(outcomes), *sentences, sep="\n")
     result: dict[str, Any] = {"simulated": True, **findings.headlines(outcomes), "sentences": sentences}
     result |= {"workload": asdict(source.workload), "cluster": asdict(cluster), "steps": args.steps}
     result |= {"planned_owners": study.owners, "parts": findings.part_shares(outcomes)}
     result["rows"] = [findings.row(o) for o in outcomes]
     if not args.histories:
         result["elsewhere"] = _elsewhere(workload, cluster, progress)
-    swept = {axis: sweep.points(axis, workload, cluster, progress) for axis in _axes(args.sweep)}
+    swept = {axis: points(axis, workload, cluster, progress) for axis in _axes(args.sweep)}
     progress.clear()
-    for points in swept.values():
-        print("", in_words.sweep_table(points), sep="\n")
-    result["sweeps"] = {axis: [p.row() for p in points] for axis, points in swept.items()}
+    for found in swept.values():
+        print("", findings.sweep_table(found), sep="\n")
+    result["sweeps"] = {axis: [findings.point_row(p) for p in found] for axis, found in swept.items()}
     if args.plots:
         folder = Path(args.plots)
         folder.mkdir(exist_ok=True)
         title = f"{args.ranks} ranks, {cluster.name}, histories up to {args.cap}, batch {args.batch}"
         made = [plots.variants(outcomes, title, folder / "variants.png")]
-        made += [plots.sweep(points, title, folder / f"{axis}.png") for axis, points in swept.items()]
+        made += [plots.sweep(found, title, folder / f"{axis}.png") for axis, found in swept.items()]
         print("", *(f"drawn: {path}" for path in made), sep="\n")
     if args.json:
         result["seconds"] = time.monotonic() - began
@@ -135,7 +135,8 @@ def _axes(wanted: list[str]) -> tuple[str, ...]:
 
 def _elsewhere(workload: Any, cluster: Cluster, progress: Callable[[str], None]) -> dict[str, list[str]]:
     """The same on one host, and with short histories: does it pay there?"""
-    from freescale.simulate import findings, sweep
+    from freescale.simulate import findings
+    from freescale.simulate.study import point
     from freescale.simulate.variants import TORCHREC, freescale_variants
 
     host = max(min(cluster.ranks_per_host, workload.ranks, 64), 2)
@@ -147,7 +148,7 @@ def _elsewhere(workload: Any, cluster: Cluster, progress: Callable[[str], None])
     found = {}
     for name, (axis, value, changed) in cases.items():
         chosen = [*TORCHREC, *freescale_variants()]
-        outcomes = sweep.point(axis, value, changed, cluster, progress, chosen).outcomes
+        outcomes = point(axis, value, changed, cluster, progress, chosen).outcomes
         found[name] = [findings.verdict(outcomes), *findings.parts_that_do_not_pay(outcomes)]
     if isinstance(progress, Progress):
         progress.clear()

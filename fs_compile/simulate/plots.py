@@ -8,8 +8,7 @@ from typing import Any
 
 from freescale.simulate import findings
 from freescale.simulate.cluster import InputError
-from freescale.simulate.study import Outcome
-from freescale.simulate.sweep import AXES, Point
+from freescale.simulate.study import AXES, Outcome, Point
 
 COLORS = {"compute": "#4c78a8", "exposed": "#f58518", "straggler": "#e45756"}
 

@@ -1,25 +1,36 @@
-"""Simulate one workload on one cluster, in several ways to train."""
+"""Simulate one workload on one cluster, in several ways to train; and the same with one thing changed at a time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
 
-from freescale.simulate import schedule, traced_model, variants
+from freescale.simulate import graphs, variants
 from freescale.simulate.assignments import Assigner, Assignment
 from freescale.simulate.cluster import Cluster
+from freescale.simulate.collisions import CollisionCounter, Counts
 from freescale.simulate.events import Program, Simulation
-from freescale.simulate.planned_world import Counts, PlannedWorld
-from freescale.simulate.variants import Variant
-from freescale.simulate.workload import Batch, Source
+from freescale.simulate.variants import EVERYTHING, TORCHREC, Variant
+from freescale.simulate.workload import Batch, Generated, Source, Workload
 
 # Where a batch has more ids than both, some owners' rows stand for all:
 PLANNED_IDS = 800_000  # all ranks together
 PLANNED_IDS_OF_A_RANK = 2500
 WARM_UP, TAIL = 2, 1  # steps at the start and the end that do not count: there, look-ahead has no neighbour
+
+SWEPT_STEPS = 3  # of each point
+
+AXES: dict[str, tuple[str, tuple[float, ...]]] = {
+    "ranks": ("ranks", (8, 32, 64, 128, 256, 512)),
+    "cap": ("history cap, tokens", (500, 1000, 2000, 4000, 8000, 12000, 21000)),
+    "batch": ("samples per rank", (16, 32, 64, 128, 256)),
+    "collision": ("share of rows that collide", (0.02, 0.06, 0.12, 0.3, 0.6)),
+    "link": ("GB/s between hosts, per rank", (3.125, 6.25, 12.5, 25.0, 50.0, 100.0)),
+}
 
 Progress = Callable[[str], None]
 
@@ -58,8 +69,8 @@ class _Batches:
 
 
 @cache
-def _traced(layers: int, look_ahead: bool) -> dict[str, traced_model.TracedGraph]:
-    return traced_model.trace(layers, look_ahead)
+def _traced(layers: int, look_ahead: bool) -> dict[str, graphs.TracedGraph]:
+    return graphs.trace(layers, look_ahead)
 
 
 @dataclass
@@ -81,17 +92,17 @@ class Study:
 
     def batches(self, balanced: bool) -> _Batches:
         if balanced not in self._made:
-            w, owners = self.source.workload, self.owners
-            world, assigner = PlannedWorld(w.ranks, owners, w.rows), Assigner(self.source, self.cluster, balanced)
+            owners = self.owners
+            counter, assigner = CollisionCounter(), Assigner(self.source, self.cluster, balanced)
             assignments, counts, total = [], [], WARM_UP + self.steps + TAIL
             for step in range(total):
                 self.progress(f"planning {'balanced ' if balanced else ''}batch {step + 1} of {total}")
                 assignments.append(assigner.assign(step))
                 if step not in self._drawn:
                     self._drawn[step] = self.source.batch(step, owners)
-                done = world.plan(self._drawn[step], assignments[-1].order, assignments[-1].per_rank)
+                done = counter.count(self._drawn[step], assignments[-1].order, assignments[-1].per_rank)
                 counts += [done] if done is not None else []
-            self._made[balanced] = _Batches(assignments, [*counts, world.last()])
+            self._made[balanced] = _Batches(assignments, [*counts, counter.last()])
         return self._made[balanced]
 
     def program(self, variant: Variant) -> Program:
@@ -111,7 +122,7 @@ class Study:
         link = variants.Traffic(c, len(first.unique), copies)
         gigabyte = float(link.seconds(np.array([1e9]))[0])
         traced = _traced(c.layers, look_ahead)
-        return schedule.program_of(
+        return graphs.program_of(
             traced, per_token, per_square, {k: float(v.mean()) * row for k, v in sizes.items()}, 1e9 / gigabyte
         )
 
@@ -131,3 +142,38 @@ class Study:
 
     def run_all(self, chosen: Sequence[Variant]) -> list[Outcome]:
         return [self.run(v) for v in chosen]
+
+
+@dataclass(frozen=True)
+class Point:
+    axis: str
+    value: float
+    outcomes: list[Outcome]
+
+
+def changed(axis: str, value: float, w: Workload, c: Cluster) -> tuple[Workload, Cluster]:
+    if axis == "link":
+        return w, replace(c, between_gb_per_s=value)
+    if axis == "cap":  # shorter histories, not only shorter long ones
+        return replace(w, cap=int(value), median=w.median * value / w.cap if value < w.cap else w.median), c
+    if axis == "collision":  # few collide in a table that is large beside a batch alone
+        tokens = w.ranks * w.batch * w.median * math.exp(w.sigma**2 / 2)
+        return replace(w, collision=value, rows=max(w.rows, int(2 * tokens / value))), c
+    return replace(w, ranks=int(value)) if axis == "ranks" else replace(w, batch=int(value)), c
+
+
+def points(axis: str, w: Workload, c: Cluster, progress: Progress) -> list[Point]:
+    return [point(axis, value, w, c, progress) for value in AXES[axis][1]]
+
+
+def point(
+    axis: str,
+    value: float,
+    w: Workload,
+    c: Cluster,
+    progress: Progress,
+    chosen: Sequence[Variant] = (*TORCHREC, EVERYTHING),
+) -> Point:
+    workload, cluster = changed(axis, value, w, c)
+    study = Study(Generated(workload), cluster, SWEPT_STEPS, lambda words: progress(f"{axis} {value:g}: {words}"))
+    return Point(axis, value, study.run_all(chosen))

@@ -1,6 +1,6 @@
 """Ways to train: TorchRec's and freescale's, as programs and traffic for the event simulation.
 
-freescale's programs come from its compiled graphs (schedule.py). TorchRec's stand here, as its code does them.
+freescale's programs come from its compiled graphs (graphs.py). TorchRec's stand here, as its code does them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 
 from freescale.simulate.assignments import ID_BYTES, Assignment, with_host_time
 from freescale.simulate.cluster import Cluster
+from freescale.simulate.collisions import Counts
 from freescale.simulate.events import Compute, Launch, Program, Transfer, Wait
-from freescale.simulate.planned_world import Counts
 
 FORWARD = Compute(1 / 3, 2 / 7)  # of a step's work: a backward pass has two products for one, and five for two
 BACKWARD = Compute(2 / 3, 5 / 7)
@@ -105,7 +105,7 @@ class Traffic:
 def transfers_of(variant: Variant, counts: Sequence[Counts], moved: np.ndarray, c: Cluster) -> dict[str, Transfer]:
     """All that a variant may launch; `moved`: bytes of samples in each batch, all ranks together."""
     ranks, row = len(counts[0].values), c.dim * c.row_element_bytes
-    n = {name: np.stack([getattr(x, name) for x in counts]) for name in vars(counts[0]) if name != "owner_spread"}
+    n = {name: np.stack([getattr(x, name) for x in counts]) for name in Counts._fields}
     link = Traffic(c, ranks, variant.copies, c.torchrec_link_share if variant.program is not None else 1.0)
     host = Traffic(c, ranks, copies=False)
     nothing = np.zeros_like(n["values"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from freescale.__main__ import main
-from freescale.simulate import calibrate, cluster, dense_timing
+from freescale.simulate import calibrate, cluster
 from ranks import run_ranks
 
 BLOCK = """
@@ -31,13 +31,13 @@ class Block(torch.nn.Module):
 def test_the_fit_finds_what_times_were_made_of():
     lengths = ((64, 100), (16, 1000), (4, 8000), (32, 200))
     times = {(n, length): [0.002 + n * length * 3e-7 + n * length**2 * 5e-11] * 3 for n, length in lengths}
-    fit = dense_timing.fit(times)
+    fit = calibrate.fit(times)
     assert (fit.constant, fit.per_token, fit.per_square) == pytest.approx((0.002, 3e-7, 5e-11), rel=1e-6)
     assert fit.worst < 1e-6 and fit.jitter == 0.0
 
 
 def test_nothing_negative_is_fitted():
-    fit = dense_timing.fit({(1, length): [length * 1e-6 - 5e-6] for length in (10, 100, 1000, 10000)})
+    fit = calibrate.fit({(1, length): [length * 1e-6 - 5e-6] for length in (10, 100, 1000, 10000)})
     assert min(fit.constant, fit.per_token, fit.per_square) >= 0
 
 
@@ -46,7 +46,7 @@ def test_a_cluster_file_is_written(tmp_path, monkeypatch, capsys):
     """With a block that sleeps for every token, so that no load hides what it takes, and without code generation."""
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(dense_timing, "BATCHES", {"cpu": ((4, 8), (2, 64), (1, 256))})
+    monkeypatch.setattr(calibrate, "BATCHES", {"cpu": ((4, 8), (2, 64), (1, 256))})
     threads = torch.get_num_threads()
     (tmp_path / "tiny_block.py").write_text(BLOCK)
     path = tmp_path / "mine.toml"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from freescale.__main__ import main
-from freescale.simulate import findings, traced_model
+from freescale.simulate import findings, graphs
 from freescale.simulate.cluster import PRESETS, to_toml
 from freescale.simulate.events import Compute, Launch, Wait
-from freescale.simulate.schedule import program_of
+from freescale.simulate.graphs import program_of
 from freescale.simulate.study import Study
 from freescale.simulate.variants import EVERYTHING, PEC, SYNCHRONOUS, TORCHREC, Traffic, Variant, freescale_variants
 from freescale.simulate.workload import Generated, Workload
@@ -27,7 +27,7 @@ BYTES = {"urgent rows": 100e6, "early rows": 90e6, "late gradients": 0.0, "urgen
 
 @pytest.fixture(scope="module")
 def traced():
-    return {ahead: traced_model.trace(2, ahead) for ahead in (True, False)}
+    return {ahead: graphs.trace(2, ahead) for ahead in (True, False)}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from freescale.simulate.cluster import PRESETS
-from freescale.simulate.sweep import AXES, changed
+from freescale.simulate.study import AXES, changed
 from freescale.simulate.workload import Generated, Workload, colliding_share
 
 W, C = Workload(ranks=16), PRESETS["h100"]

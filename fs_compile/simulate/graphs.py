@@ -1,4 +1,4 @@
-"""The graphs of a sequence recommender, as freescale traces them and before it orders them.
+"""The graphs of a sequence recommender, traced before freescale orders them, and the program that their order makes.
 
 The model is HSTU as a compiler sees it: one table, and blocks of two projections around an attention op. It is narrow,
 its batches are short and its attention only has the shapes: nothing here is timed, and the graphs are the same. They
@@ -7,11 +7,12 @@ are traced in a world of one rank, since graphs do not depend on the number of r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,14 +21,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from freescale import driver
 from freescale.passes import node_cost
-from freescale.passes.exchange_meta import GraphExchange, exchanges
-from freescale.passes.overlap_attention import memory_bound
+from freescale.passes.exchange_meta import EXCHANGE_KEY, WAIT, GraphExchange, exchanges, waits_of
+from freescale.passes.overlap_attention import best_order, memory_bound
 from freescale.runtime.lookahead.loader import LookaheadLoader
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
+from freescale.simulate.events import Compute, Launch, Program, Wait
 
 DIM, HEADS, SAMPLES, LENGTH, ROWS = 8, 2, 4, 128, 4096
 BEFORE_ORDER = "gather_parts"  # the pass before the one that orders the graph
 ONE_FLOP_PER_SECOND = node_cost.MachineSpeed(flops=1.0, memory=float("inf"))
+# The step of whose batch a transfer is, seen from the step that launches it.
+STEP_OF = {"early rows": 1, "late gradients": -1}
 
 
 @dataclass(frozen=True)
@@ -163,3 +167,61 @@ def _batches() -> list[dict[str, torch.Tensor]]:
     lengths = torch.full((SAMPLES,), LENGTH)
     ids = [torch.randint(0, ROWS, (SAMPLES * LENGTH,), generator=random) for _ in range(3)]
     return [{"item": i, "item_lengths": lengths.clone()} for i in ids]
+
+
+def program_of(
+    graphs: Mapping[str, TracedGraph],
+    per_token: float,
+    per_square: float,
+    traced_bytes: Mapping[str, float],
+    bytes_per_second: float,
+) -> Program:
+    """The order that `overlap_attention` gives both graphs on a rank that computes so many seconds in a step, if the
+    first batch sends so many bytes ("urgent rows", ...), and the launches, waits and compute of it.
+    """
+    total = {square: sum(_work(g, square) for g in graphs.values()) for square in (False, True)}
+    program: list[Compute | Launch | Wait] = []
+    for direction in ("forward", "backward"):
+        graph = graphs[direction]
+        shares = {n: graph.flops[n] / max(total[n in graph.square], 1e-30) for n in graph.nodes}
+        seconds = {n: share * (per_square if n in graph.square else per_token) for n, share in shares.items()}
+        sized = [replace(x, bytes=sympy.Integer(round(traced_bytes[_name(x)]))) for x in graph.exchanges]
+        order = best_order(graph.nodes, sized, seconds, bytes_per_second, graph.max_bytes)
+        program += _instructions(order, graph, shares)
+    return _joined(program)
+
+
+def _work(graph: TracedGraph, square: bool) -> float:
+    return sum(f for n, f in graph.flops.items() if (n in graph.square) == square)
+
+
+def _name(x: object) -> str:
+    return f"{x.priority} {x.payload}"  # type: ignore[attr-defined]
+
+
+def _instructions(order: list[fx.Node], graph: TracedGraph, shares: Mapping[fx.Node, float]) -> Iterable:
+    launched = {w: x for x in graph.exchanges for w in waits_of(x.launch)}
+    for node in order:
+        if EXCHANGE_KEY in node.meta:
+            name = _name(node.meta[EXCHANGE_KEY])
+            yield Launch(name, STEP_OF.get(name, 0))
+        elif node in launched:
+            name = _name(launched[node])
+            yield Wait(name, STEP_OF.get(name, 0))
+        elif node.target is WAIT:  # launched by the step before
+            yield Wait("early rows")
+        elif "plan_now" in str(node.target):
+            yield from (Launch("requests"), Wait("requests"))
+        elif shares[node]:
+            yield Compute(0.0, shares[node]) if node in graph.square else Compute(shares[node], 0.0)
+
+
+def _joined(program: list) -> Program:
+    """Compute that nothing comes between becomes one."""
+    joined: list = []
+    for instruction in program:
+        if joined and isinstance(instruction, Compute) and isinstance(joined[-1], Compute):
+            joined[-1] = Compute(*(a + b for a, b in zip(joined[-1], instruction, strict=True)))
+        else:
+            joined.append(instruction)
+    return joined
