@@ -44,11 +44,3 @@ def backport_fake_of_fake() -> None:
 
     keep_fakes._freescale = True  # type: ignore[attr-defined]
     FakeTensorMode.from_tensor = keep_fakes  # type: ignore[method-assign]
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Changes nothing."""
-    from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    assert callable(Grid2DWithYZOverflow.generate) and callable(FakeTensorMode.from_tensor)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
 from torch._dynamo import eval_frame
 
 log = logging.getLogger(__name__)
@@ -185,51 +184,3 @@ def _options_of_backend(backend: Any) -> dict[str, Any]:
     backend = _unwrapped(backend)
     ours = getattr(backend, "compiler_name", "") == "freescale"
     return dict(backend.kwargs.get("options") or {}) if ours else {}
-
-
-def _probe_options() -> None:
-    from torch._dynamo.symbolic_convert import tls  # noqa: F401
-
-    given: Any = {"strict": True}
-    module = torch.nn.Identity()
-    compiled: Any = torch.compile(module, backend=_Named(), options=given)
-    assert options_of(compiled) == options_of(torch.compile(len, backend=_Named(), options=given)) == given
-    assert options_of(torch.compile(module, backend="eager")) == options_of(module) == {}
-
-
-def _probe_calls() -> None:
-    found: list[torch.nn.Module | None] = []
-
-    class Module(torch.nn.Module):
-        @torch.compiler.disable
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found.append(called_past_compile())
-            return x
-
-    module = Module()
-    module.compile(backend=_Named())
-    module(torch.zeros(1)), module.forward(torch.zeros(1))
-    assert found == [None, module], found
-
-
-class _Named:
-    """A backend of our name, for the self test: it compiles nothing."""
-
-    __name__ = "freescale"
-
-    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-        return gm.forward
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    compiled: Any = torch.compile(torch.nn.Identity(), backend="eager")
-    assert backend_of(compiled) is not compiled.dynamo_ctx.callback and is_compiled(compiled)
-    assert hasattr(torch.nn.Module, "_compiled_call_impl") and not is_compiled(torch.nn.Identity())
-    handles = [m.register_forward_hook(lambda *_: None) for m in (compiled, compiled._orig_mod)]
-    assert count_forward_hooks(compiled) == 2 and all(h.remove() is None for h in handles)
-    assert is_compiled(torch.compile(probe, backend="eager"))
-    assert not is_compiled(torch._dynamo.disable(probe))  # type: ignore[no-untyped-call]
-    assert list(compiled.state_dict(prefix="x.")) == [] and hasattr(compiled, "_load_from_state_dict")
-    _probe_options()
-    _probe_calls()

@@ -7,9 +7,3 @@ import torch
 # A build for the CPU has no such functions, and nobody calls them.
 current_stream_handle = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 current_device = getattr(torch._C, "_cuda_getDevice", None)
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    if torch.backends.cuda.is_built():
-        assert callable(current_stream_handle) and callable(current_device)

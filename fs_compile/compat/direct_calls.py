@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._library.custom_ops import OPDEFS
 from torch._ops import _OpNamespace
 
 from freescale.compat import logs
@@ -142,11 +142,3 @@ class _Names:
             value = self._replace(name, value)
         self.__dict__[name] = value  # the next time it is found at once
         return value
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    from torch._inductor.output_code import CompiledFxGraph
-
-    assert "compiled_fn_runner" in CompiledFxGraph.__annotations__
-    assert {"_backend_fns", "_qualname"} <= set(CustomOpDef.__init__.__code__.co_names)

@@ -108,38 +108,3 @@ def symmetric_buffer(
     buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
     handle: Any = symmetric.rendezvous(buffer, group)
     return buffer, [int(p) for p in handle.buffer_ptrs]
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    assert hasattr(torch._C._distributed_c10d, "_register_work")
-    assert hasattr(dist.distributed_c10d, "_resolve_process_group")
-    assert hasattr(dist.distributed_c10d, "_get_default_store")
-    assert hasattr(dist.PrefixStore, "underlying_store") and hasattr(dist.TCPStore, "host")
-    assert hasattr(dist.ProcessGroup, "_device_types")
-    assert hasattr(dist.ProcessGroup, "_allgather_base") and hasattr(dist.ProcessGroup, "recv")
-    assert hasattr(dist.ProcessGroup, "alltoall_base")
-    assert hasattr(dist.ProcessGroup, "_get_backend") and dist.default_pg_timeout > timedelta(0)
-    assert callable(symmetric.empty) and callable(symmetric.rendezvous)
-    _probe_backward()
-
-
-def _probe_backward() -> None:
-    calls: list[str] = []
-
-    def begin() -> Callable[[], None]:
-        calls.append("begin")
-        return lambda: calls.append("end")
-
-    def hook(grad: torch.Tensor) -> None:
-        around_end_of_backward(begin)
-        queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
-        queue(lambda: calls.append("between"))
-
-    x = torch.zeros(1, requires_grad=True)
-    x.register_hook(hook)
-    with torch.enable_grad():
-        x.sum().backward()
-    assert calls == ["begin", "between", "end"], calls

@@ -8,7 +8,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -177,49 +177,3 @@ def autograd_inside_op() -> Iterator[None]:
 def no_modes() -> Any:
     """A context without fake or tracing modes: tensors in it are real."""
     return torch.utils._python_dispatch._disable_current_modes()
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    assert callable(torch._dynamo.assume_constant_result) and callable(leave_graph(""))
-    with torch.inference_mode(), autograd_inside_op():
-        assert (torch.zeros(1, requires_grad=True) * 2).requires_grad
-    assert torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False)
-    assert version_of(torch.zeros(1).add_(1)) == 1
-    marked = torch.zeros(1)
-    torch._dynamo.mark_static(marked)
-    assert marked._dynamo_static_indices == {0}  # type: ignore[attr-defined]
-    assert current_compile_id() and graph_breaks() is not None and not traces_again(ValueError())
-    with no_modes():
-        pass
-    assert callable(torch._guards.TracingContext.try_get)
-    _probe_calls()
-    forget_compiled([probe.__code__])
-    from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
-
-    assert callable(InstructionTranslator.current_tx)
-    assert "parent" in inspect.signature(InliningInstructionTranslator.__init__).parameters
-    assert isinstance(torch._subclasses.FakeTensorMode().cache_enabled, bool)
-
-
-def _probe_calls() -> None:
-    found: list[tuple[bool, bool]] = []
-
-    def backend(gm: Any, inputs: Any) -> Callable[..., Any]:
-        ends = ends_with_its_call(gm)
-
-        def run(*args: Any) -> Any:
-            found.append((begins_with_its_call(), ends))
-            return gm.forward(*args)
-
-        return run
-
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        return x + 1
-
-    for function in (lambda x: x + 1, broken):
-        # Code of its own: what was compiled for an earlier probe in this process is not used again.
-        function = FunctionType(function.__code__.replace(), globals())
-        torch.compile(function, backend=backend, dynamic=False)(torch.zeros(1))
-    assert found == [(True, True), (False, True)]

@@ -183,20 +183,3 @@ def _is_gradient(source: Any) -> bool:
     while getattr(tensor, "member", None) == "_base":
         tensor = tensor.base  # type: ignore[union-attr]
     return getattr(tensor, "member", None) == "grad"
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    from torch._dynamo.convert_frame import CatchErrorsWrapper
-    from torch._dynamo.source import TensorProperty, TensorPropertySource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-
-    dynamo, shapes = _configs()
-    for name in dynamo_settings(True):
-        getattr(dynamo, name)
-    for name in shape_settings(True):
-        getattr(shapes, name)
-    assert callable(dynamo.patch) and callable(shapes.patch) and callable(CatchErrorsWrapper.__call__)
-    assert callable(ShapeEnv.create_symbol) and hasattr(DimDynamic, "DUCK")
-    assert {"UNBACKED", "SIZE_LIKE_UNBACKED"} & set(DimDynamic.__members__)
-    assert TensorProperty.SIZE and DimDynamic.STATIC and DimDynamic.DYNAMIC and isinstance(TensorPropertySource, type)

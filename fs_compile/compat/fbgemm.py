@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -100,31 +99,3 @@ def optimizer_settings(emb: Any) -> tuple[Any, float]:
 def set_optimizer_settings(emb: Any, settings: tuple[Any, float]) -> None:
     emb.optimizer_args, learning_rate = settings
     emb.set_learning_rate(learning_rate)
-
-
-def names_used_by(cls: type) -> set[str]:
-    """Every global and attribute that the methods of a class and of its bases mention."""
-    functions = (f for base in cls.__mro__ for f in vars(base).values() if isinstance(f, FunctionType))
-    return {name for f in functions for name in f.__code__.co_names}
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Does nothing where FBGEMM is not installed."""
-    try:
-        from fbgemm_gpu.split_embedding_codegen_lookup_invokers.lookup_args import OptimizerArgs
-        from fbgemm_gpu.split_embedding_configs import SparseType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen as Emb
-    except ImportError:
-        return
-    assert SparseType.FP32.as_int() == FLOAT32
-    missing = {
-        "embedding_specs", "feature_table_map", "optimizer", "optimizer_args", "output_dtype", "is_nobag",
-        "weights_precision",
-        "_used_rowwise_adagrad_with_counter", "_used_rowwise_adagrad_with_global_weight_decay",
-        "iter", "iter_cpu", "momentum2_dev", "momentum2_host", "momentum2_uvm",
-    } - names_used_by(Emb)  # fmt: skip
-    assert not missing, missing
-    tensors = {f"weights_{place}" for place in ("dev", "host", "uvm")} | {"momentum1_dev", "momentum1_host"}
-    assert tensors <= names_used_by(Emb), tensors - names_used_by(Emb)
-    assert {"weight_decay", "max_norm", "gradient_clipping", "eps", "beta1", "beta2"} <= set(OptimizerArgs._fields)
-    assert callable(Emb.get_learning_rate) and callable(Emb.set_learning_rate)

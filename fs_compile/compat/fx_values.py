@@ -53,13 +53,3 @@ def fake_value(node: fx.Node) -> Any:
 def detect_fake_mode(gm: fx.GraphModule) -> Any:
     values = [n.meta.get("val") for n in gm.graph.nodes]
     return torch._guards.detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    from torch._inductor.virtualized import V
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    assert callable(torch.fx.experimental.sym_node.SymNode.has_hint)
-    assert hasattr(V, "fake_mode") and ShapeEnv().backed_var_to_val == {}
-    assert callable(torch._guards.detect_fake_mode)

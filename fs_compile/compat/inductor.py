@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -245,23 +244,3 @@ def fresh_caches() -> Iterator[None]:
 
     with fresh_cache():
         yield
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    from torch._inductor import config, ir
-    from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, compile_fx_inner  # noqa: F401
-    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering  # noqa: F401
-    from torch._inductor.output_code import CompiledFxGraph
-    from torch._inductor.utils import fresh_cache  # noqa: F401
-    from torch.fx.graph import _BoxedCodeGen  # noqa: F401
-    from torch.utils._ordered_set import OrderedSet  # noqa: F401
-
-    assert hasattr(config, "post_grad_custom_post_pass") and callable(fx.node.has_side_effect)
-    assert any(n.startswith("aten::") for n in torch._C._dispatch_get_all_op_names())
-    assert hasattr(ir._CollectiveKernel, "create_out_of_place")
-    assert {"_fx_graph_cache_key", "current_callable"} <= {f.name for f in dataclasses.fields(CompiledFxGraph)}
-    with torch._C._AutoDispatchBelowAutograd():
-        assert not (torch.zeros(1, requires_grad=True) * 2).requires_grad
-    assert isinstance(torch._C._dispatch_has_kernel_for_dispatch_key("aten::add.Tensor", "Autograd"), bool)
-    assert cache_hits() >= 0 and whole_hits() >= 0 and cache_dir()

@@ -113,19 +113,3 @@ def complete_values(gm: fx.GraphModule) -> None:
         whole = node.args[0].meta.get("example_value") if isinstance(node.args[0], fx.Node) else None
         if "example_value" not in node.meta and isinstance(whole, torch.Tensor) and isinstance(node.args[1], int):
             node.meta["example_value"] = whole.new_empty(whole.shape[1:])
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache  # noqa: F401
-
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return torch.add(x, x)
-
-    graph = InterpretedGraph(fx.symbolic_trace(double), "record")
-    graph.prepare_for_serialization()
-    loaded = pickle.loads(pickle.dumps(graph))
-    loaded.post_compile([], None, {})
-    assert take_loaded()[-1] == "record" and loaded(torch.ones(1)) == 2
-    with keeping_graphs(True):
-        assert functorch.bundled_autograd_cache and functorch.autograd_cache_allow_custom_autograd_functions

@@ -27,6 +27,10 @@ def shorten(names: dict[str, Any]) -> None:
             names[name] = ShortLaunches(value)
 
 
+def needed() -> bool:
+    return _autotuner() is not None
+
+
 def _autotuner() -> Any:
     """The kind of a kernel; None where its launches are short."""
     try:
@@ -93,13 +97,3 @@ def _short_runner(static: Any) -> Callable[..., Any]:
     )
     exec(code, fixed)  # noqa: S102
     return fixed["run"]
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no GPU."""
-    if _autotuner() is None:
-        return
-    from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
-
-    used = StaticallyLaunchedCudaKernel.run.__code__.co_names
-    assert {"function", "arg_tys", "num_warps", "shared", "_launch_kernel", "has_global_scratch"} <= set(used)

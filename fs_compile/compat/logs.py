@@ -32,10 +32,3 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     torch._logging.trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    assert isinstance(profiling(), bool) and callable(torch._logging.trace_structured)
-    assert torch._C._len_torch_dispatch_stack() == 0
-    log_once("freescale")

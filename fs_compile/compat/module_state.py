@@ -7,14 +7,11 @@ import gc
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from freescale.compat.fbgemm import names_used_by
 
 _PART = re.compile(r"\._(?:modules|parameters)\['([^']+)'\]")
 _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod")
@@ -108,26 +105,3 @@ def leave_buffers_out_of_ddp(kind: type[nn.Module]) -> None:
         wrapper.parameters_to_ignore |= {name for name, b in named if id(b) in buffers}
 
     before_ddp_wraps(leave_out)
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
-    found: list[ParameterInput] = []
-
-    def keep(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        found.extend(parameter_inputs(gm, inputs))
-        return gm.forward
-
-    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return module.norm(x)  # type: ignore[no-any-return, operator]
-
-    # With code of its own: a module of torch's is called by code that Dynamo may have given up on in this process.
-    own = FunctionType(forward.__code__.replace(), globals())
-    module = type("Probed", (nn.Module,), {"forward": own})()
-    module.norm = nn.BatchNorm1d(2)
-    torch.compile(module, backend=keep)(torch.zeros(2, 2))
-    assert [(p.name, p.is_trained) for p in found] == [("norm.weight", True), ("norm.bias", True)], found
-    assert module.norm in live_modules((nn.BatchNorm1d,))
-    assert callable(DistributedDataParallel._build_params_for_reducer)
-    assert hasattr(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")
-    assert "parameters_to_ignore" in names_used_by(DistributedDataParallel)

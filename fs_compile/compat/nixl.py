@@ -22,7 +22,7 @@ class PeerLost(RuntimeError):
 
 
 @cache
-def _library() -> Any:
+def library() -> Any:
     """The package; an error in one sentence where there is none that loads."""
     reason = "it is not installed"
     raise_exceptions = logging.raiseExceptions  # NIXL turns it off for the whole process
@@ -42,7 +42,7 @@ def _library() -> Any:
 def missing_reason() -> str:
     """Why NIXL cannot be used here, and what to do about it; empty if it can."""
     try:
-        _library()
+        library()
     except ImportError as error:
         return str(error)
     return ""
@@ -64,7 +64,7 @@ class Agent:
     """
 
     def __init__(self, name: str, address: int, nbytes: int) -> None:
-        nixl = _library()
+        nixl = library()
         settings = nixl.nixl_agent_config(
             enable_prog_thread=True, sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
@@ -133,17 +133,3 @@ class Agent:
 
 def _text(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-def probe() -> None:
-    """Raise if a name that is used here is gone. Cheap; without NIXL there is nothing to look at."""
-    if missing_reason():
-        return
-    nixl = _library()
-    assert hasattr(nixl, "nixl_agent_config") and hasattr(nixl.nixl_thread_sync_t, "NIXL_THREAD_SYNC_STRICT")
-    for name in (
-        "register_memory", "deregister_memory", "get_agent_metadata", "add_remote_agent", "remove_remote_agent",
-        "make_connection", "get_xfer_descs", "initialize_xfer", "transfer", "check_xfer_state", "send_notif",
-        "get_new_notifs",
-    ):  # fmt: skip
-        assert hasattr(nixl.nixl_agent, name), name

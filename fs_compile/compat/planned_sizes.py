@@ -7,7 +7,6 @@ grow from key to key. Each cut between two features makes torch ask whether they
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from typing import Any
 
@@ -76,13 +75,3 @@ def _is_implied(relation: sympy.Basic, slots: list[sympy.Symbol]) -> bool:
         if coefficient < 0:
             return False
     return not terms
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone."""
-    from torch.fx.experimental import proxy_tensor, symbolic_shapes
-
-    assert "include_contiguity" in inspect.signature(proxy_tensor._extract_tensor_metadata).parameters
-    shape_env = symbolic_shapes.ShapeEnv()
-    assert isinstance(shape_env.guards, list) and isinstance(shape_env.var_to_sources, dict)
-    assert callable(shape_env.replace) and hasattr(symbolic_shapes.ShapeGuard, "expr")

@@ -1,43 +1,225 @@
-"""Whether every private name that freescale uses is there: each file of this folder probes its own.
+"""Every private name that freescale uses, of torch and of the libraries beside it, in one table.
 
-A new release of torch, TorchRec or FBGEMM breaks this folder and nothing else.
-tests/compile/test_compat.py runs the probes on every version that is supported, `python -m freescale doctor` on the one
-that is installed.
+A new release breaks this folder and nothing else. tests/compile/test_compat.py checks the table on every version that
+is supported, `python -m freescale doctor` on the one that is installed. The other tests check what the names do, except
+for two behaviors that no test shows by itself.
 """
 
 from __future__ import annotations
 
-from freescale.compat import (
-    backports,
-    compiled_modules,
-    cuda,
-    direct_calls,
-    distributed,
-    dlpack,
-    dynamo,
-    dynamo_settings,
-    fbgemm,
-    fx_values,
-    inductor,
-    interpreted_graph,
-    kernel_launches,
-    logs,
-    module_state,
-    nixl,
-    planned_sizes,
-    torchrec,
-    triton_launch,
-    version,
-)
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
 
-PROBED = (
-    version, distributed, dynamo, dynamo_settings, planned_sizes, compiled_modules, inductor, interpreted_graph,
-    direct_calls, kernel_launches, fx_values, logs, cuda, module_state, dlpack, triton_launch, backports, fbgemm,
-    torchrec, nixl,
-)  # fmt: skip
+import torch
+
+from freescale.compat import distributed, dynamo, dynamo_settings, kernel_launches, nixl, version
+
+# Where -> what must be there: attributes; of a class, also what its methods mention; of a function, also its parameters
+# and what its code mentions. `a|b`: one of the two.
+Names = dict[str, str]
+TORCH: Names = {
+    "torch:_C": "_AutoDispatchBelowAutograd _ForceDispatchKeyGuard _dispatch_get_all_op_names "
+    "_dispatch_has_kernel_for_dispatch_key _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set "
+    "_from_dlpack _len_torch_dispatch_stack _to_dlpack",
+    "torch:_C.DispatchKey": "ADInplaceOrView AutogradFunctionality",
+    "torch:_C._distributed_c10d": "_register_work",
+    "torch:_C._dynamo.eval_frame": "get_eval_frame_callback reset_code",
+    "torch:Tensor": "_version",
+    "torch:_guards": "detect_fake_mode",
+    "torch:_guards.CompileContext": "current_compile_id",
+    "torch:_guards.TracingContext": "get try_get",
+    "torch._dynamo": "OptimizedModule assume_constant_result disable",
+    "torch._dynamo:mark_static": "_dynamo_static_indices",
+    "torch._dynamo:OptimizedModule": "_load_from_state_dict _orig_mod dynamo_ctx",
+    "torch._dynamo.config": " ".join(("patch", *dynamo_settings.dynamo_settings(True))),
+    "torch._dynamo.convert_frame:CatchErrorsWrapper": "__call__",
+    "torch._dynamo.exc": "RestartAnalysis",
+    "torch._dynamo.source": "TensorPropertySource",
+    "torch._dynamo.source:TensorProperty": "SIZE",
+    "torch._dynamo.symbolic_convert": "tls",
+    "torch._dynamo.symbolic_convert:InliningInstructionTranslator.__init__": "parent",
+    "torch._dynamo.symbolic_convert:InstructionTranslator": "current_tx",
+    "torch._dynamo.utils": "counters",
+    "torch._functorch._aot_autograd.autograd_cache": "BypassAOTAutogradCache",
+    "torch._functorch.config": "autograd_cache_allow_custom_autograd_functions bundled_autograd_cache "
+    "enable_autograd_cache",
+    "torch._inductor.compile_fx": "_recursive_post_grad_passes compile_fx compile_fx_inner",
+    "torch._inductor.config": "post_grad_custom_post_pass",
+    "torch._inductor.fx_passes.control_dependencies": "preserve_node_ordering",
+    "torch._inductor.ir:_CollectiveKernel": "create_out_of_place",
+    "torch._inductor.output_code:CompiledFxGraph": "_fx_graph_cache_key compiled_fn_runner current_callable",
+    "torch._inductor.runtime.cache_dir_utils": "cache_dir",
+    "torch._inductor.runtime.triton_heuristics:Grid2DWithYZOverflow": "generate",
+    "torch._inductor.utils": "fresh_cache",
+    "torch._inductor.virtualized:V": "fake_mode",
+    "torch._library.custom_ops:CustomOpDef.__init__": "_backend_fns _qualname",
+    "torch._logging": "trace_structured",
+    "torch._logging._internal": "_is_torch_handler",
+    "torch._subclasses:FakeTensorMode": "cache_enabled from_tensor",
+    "torch.autograd:Variable._execution_engine": "queue_callback",
+    "torch.autograd:profiler": "_is_profiler_enabled",
+    "torch.distributed": "default_pg_timeout",
+    "torch.distributed:PrefixStore": "underlying_store",
+    "torch.distributed:ProcessGroup": "_allgather_base _device_types _get_backend alltoall_base recv",
+    "torch.distributed:TCPStore": "host",
+    "torch.distributed._symmetric_memory": "empty rendezvous",
+    "torch.distributed.distributed_c10d": "_get_default_store _resolve_process_group",
+    "torch.fx.experimental._config": " ".join(("patch", *dynamo_settings.shape_settings(True))),
+    "torch.fx.experimental.proxy_tensor:_extract_tensor_metadata": "include_contiguity",
+    "torch.fx.experimental.sym_node:SymNode": "has_hint",
+    "torch.fx.experimental.symbolic_shapes:DimDynamic": "DUCK DYNAMIC STATIC UNBACKED|SIZE_LIKE_UNBACKED",
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv": "backed_var_to_val create_symbol guards replace var_to_sources",
+    "torch.fx.experimental.symbolic_shapes:ShapeGuard": "expr",
+    "torch.fx.graph": "_BoxedCodeGen",
+    "torch.fx.node": "has_side_effect",
+    "torch.nn:Module": "_compiled_call_impl _forward_hooks _forward_pre_hooks",
+    "torch.nn.parallel:DistributedDataParallel": "_build_params_for_reducer "
+    "_set_params_and_buffers_to_ignore_for_model parameters_to_ignore",
+    "torch.utils._ordered_set": "OrderedSet",
+    "torch.utils._python_dispatch": "_disable_current_modes",
+}
+CUDA: Names = {"torch:_C": "_cuda_getCurrentRawStream _cuda_getDevice"}
+LAUNCHER: Names = {
+    "torch._inductor.runtime.static_triton_launcher:StaticallyLaunchedCudaKernel.run": "_launch_kernel arg_tys "
+    "function has_global_scratch num_warps shared",
+}
+TRITON: Names = {
+    "triton:knobs.runtime": "launch_enter_hook launch_exit_hook",
+    "triton.compiler.compiler:CompiledKernel": "run",
+    "triton.runtime.jit:JITFunction.run": "launch_metadata",
+    "triton.runtime.jit:KernelParam": "is_constexpr",
+}
+FBGEMM: Names = {
+    "fbgemm_gpu.split_table_batched_embeddings_ops_training:SplitTableBatchedEmbeddingBagsCodegen":
+    "_used_rowwise_adagrad_with_counter _used_rowwise_adagrad_with_global_weight_decay embedding_specs "
+    "feature_table_map get_learning_rate is_nobag iter iter_cpu momentum1_dev momentum1_host momentum2_dev "
+    "momentum2_host momentum2_uvm optimizer optimizer_args output_dtype set_learning_rate weights_dev weights_host "
+    "weights_precision weights_uvm",
+    "fbgemm_gpu.split_embedding_codegen_lookup_invokers.lookup_args:OptimizerArgs": "beta1 beta2 eps "
+    "gradient_clipping max_norm weight_decay",
+}  # fmt: skip
+TORCHREC: Names = {
+    "torchrec.distributed.embedding:ShardedEmbeddingCollection": "_device _embedding_configs _embedding_dim _env "
+    "_lookups _module_fqn _need_indices _sharding_type_to_sharding _table_name_to_config",
+    "torchrec.distributed.embeddingbag:ShardedEmbeddingBagCollection": "_device _embedding_bag_configs "
+    "_embedding_dims _embedding_names _embedding_shardings _env _has_mean_pooling_callback _lookups _module_fqn "
+    "_sharding_types _table_name_to_config",
+    "torchrec.distributed.embedding_lookup:GroupedEmbeddingsLookup": "_emb_modules grouped_configs",
+    "torchrec.distributed.embedding_lookup:GroupedPooledEmbeddingsLookup": "_emb_modules grouped_configs",
+    "torchrec.distributed.sharding.rw_sharding:BaseRwEmbeddingSharding": "_grouped_embedding_configs_per_rank",
+    "torchrec.distributed.sharding.tw_sharding:BaseTwEmbeddingSharding": "_grouped_embedding_configs_per_rank",
+    "torchrec.distributed.sharding.twrw_sharding:BaseTwRwEmbeddingSharding": "_grouped_embedding_configs_per_rank",
+    "torchrec.distributed.sharding.grid_sharding:BaseGridEmbeddingSharding": "_grouped_embedding_configs_per_rank",
+    "torchrec.distributed.batched_embedding_kernel:BatchedDenseEmbedding": "_config",
+    "torchrec.distributed.batched_embedding_kernel:EmbeddingFusedOptimizer": "_emb_module",
+    "torchrec.optim.keyed:CombinedOptimizer": "optimizers",
+    "torchrec.optim.keyed:OptimizerWrapper": "_optimizer",
+}
+NIXL: Names = {
+    "": "nixl_agent_config",
+    ":nixl_thread_sync_t": "NIXL_THREAD_SYNC_STRICT",
+    ":nixl_agent": "add_remote_agent check_xfer_state deregister_memory get_agent_metadata get_new_notifs "
+    "get_xfer_descs initialize_xfer make_connection register_memory remove_remote_agent send_notif transfer",
+}
 
 
 def self_test() -> None:
-    """Raise if one is gone. Cheap, needs no process group."""
-    for module in PROBED:
-        module.probe()
+    """Raise if a name is gone. Cheap; needs no process group and no GPU."""
+    version.require_supported()
+    for library, released, names in _installed():
+        gone = missing(names)
+        if gone:
+            beside = "" if library == "torch" else f", beside torch {torch.__version__},"
+            raise RuntimeError(f"{library} {released}{beside} lacks what freescale uses of it: {', '.join(gone)}")
+    for behavior in (_order_at_the_end_of_a_backward_pass, _autograd_inside_op):
+        behavior()
+
+
+def missing(names: Names) -> list[str]:
+    """Those of a table that are not there, by their full names."""
+    gone = []
+    for where, wanted in names.items():
+        prefix = where.replace(":", ".").strip(".")
+        try:
+            found = _reach(where)
+        except (ImportError, AttributeError):
+            gone.append(prefix)
+            continue
+        mentioned = _mentioned_by(found)
+        for name in wanted.split():
+            if not any(hasattr(found, either) or either in mentioned for either in name.split("|")):
+                gone.append(f"{prefix}.{name}".strip("."))
+    return list(dict.fromkeys(gone))
+
+
+def _reach(where: str) -> Any:
+    module, _, path = where.partition(":")
+    found: Any = importlib.import_module(module) if module else nixl.library()
+    for part in path.split(".") if path else ():
+        found = getattr(found, part)
+    return found
+
+
+def _mentioned_by(found: Any) -> set[str]:
+    """Parameters of a function, and names in its code; for a class names in its methods, and its annotations."""
+    if isinstance(found, type):
+        names = {name for base in found.__mro__ for name in vars(base).get("__annotations__", ())}
+        methods = (f for base in found.__mro__ for f in vars(base).values() if isinstance(f, FunctionType))
+        return names.union(*(f.__code__.co_names for f in methods))
+    if isinstance(function := inspect.unwrap(found) if callable(found) else None, FunctionType):
+        return {*function.__code__.co_names, *inspect.signature(function).parameters}
+    return set()
+
+
+def _installed() -> Iterator[tuple[str, str | None, Names]]:
+    """Each library that can be imported here, its version and its table."""
+    yield "torch", torch.__version__, TORCH
+    if torch.backends.cuda.is_built():
+        yield "torch", torch.__version__, CUDA
+    if kernel_launches.needed():
+        yield "torch", torch.__version__, LAUNCHER
+    libraries = (
+        ("triton", "triton", TRITON),
+        ("fbgemm", "fbgemm_gpu.split_table_batched_embeddings_ops_training", FBGEMM),
+        ("torchrec", "torchrec.distributed.embedding", TORCHREC),
+    )
+    for library, module, names in libraries:
+        try:
+            package = importlib.import_module(module)
+        except ImportError:
+            continue
+        package = importlib.import_module(module.partition(".")[0])
+        yield library, getattr(package, "__version__", ""), names
+    if not nixl.missing_reason():
+        yield "nixl", nixl.version(), NIXL
+
+
+def _order_at_the_end_of_a_backward_pass() -> None:
+    calls: list[str] = []
+
+    def begin() -> Callable[[], None]:
+        calls.append("begin")
+        return lambda: calls.append("end")
+
+    def hook(grad: torch.Tensor) -> None:
+        distributed.around_end_of_backward(begin)
+        queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        queue(lambda: calls.append("between"))
+
+    x = torch.zeros(1, requires_grad=True)
+    x.register_hook(hook)
+    with torch.enable_grad():
+        x.sum().backward()
+    if calls != ["begin", "between", "end"]:
+        raise RuntimeError(f"torch {torch.__version__} calls back in another order after a backward pass: {calls}")
+
+
+def _autograd_inside_op() -> None:
+    with torch.inference_mode(), dynamo.autograd_inside_op():
+        works = (torch.zeros(1, requires_grad=True) * 2).requires_grad
+    if not works:
+        raise RuntimeError(f"torch {torch.__version__} has no autograd inside an op of inference mode")

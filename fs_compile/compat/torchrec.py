@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from freescale.compat.fbgemm import names_used_by
-
 
 def is_sharded_collection(module: torch.nn.Module) -> bool:
     """Of sequences or of bags."""
@@ -123,45 +121,3 @@ def optimizers_within(optimizer: Any) -> Iterator[Any]:
 def fbgemm_module_updated_by(optimizer: Any) -> Any:
     """The FBGEMM module whose fused optimizer this is, or None."""
     return getattr(optimizer, "_emb_module", None)
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Does nothing where TorchRec is not installed."""
-    try:
-        from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding, EmbeddingFusedOptimizer
-        from torchrec.distributed.embedding import ShardedEmbeddingCollection
-        from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
-        from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-        from torchrec.distributed.sharding.grid_sharding import BaseGridEmbeddingSharding
-        from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
-        from torchrec.distributed.sharding.tw_sharding import BaseTwEmbeddingSharding
-        from torchrec.distributed.sharding.twrw_sharding import BaseTwRwEmbeddingSharding
-        from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
-    except ImportError:
-        return
-    _expect(
-        ShardedEmbeddingCollection,
-        "_module_fqn", "_env", "_device", "_embedding_configs", "_table_name_to_config", "_embedding_dim",
-        "_need_indices", "_sharding_type_to_sharding", "_lookups",
-    )  # fmt: skip
-    shardings = (
-        BaseRwEmbeddingSharding, BaseTwEmbeddingSharding, BaseTwRwEmbeddingSharding, BaseGridEmbeddingSharding
-    )  # fmt: skip
-    for sharding in shardings:
-        _expect(sharding, "_grouped_embedding_configs_per_rank")
-    _expect(GroupedEmbeddingsLookup, "_emb_modules", "grouped_configs")
-    _expect(BatchedDenseEmbedding, "_config")
-    _expect(
-        ShardedEmbeddingBagCollection,
-        "_module_fqn", "_env", "_device", "_embedding_bag_configs", "_table_name_to_config", "_sharding_types",
-        "_embedding_shardings", "_lookups", "_embedding_names", "_embedding_dims", "_has_mean_pooling_callback",
-    )  # fmt: skip
-    _expect(GroupedPooledEmbeddingsLookup, "_emb_modules", "grouped_configs")
-    _expect(EmbeddingFusedOptimizer, "_emb_module")
-    _expect(OptimizerWrapper, "_optimizer")
-    assert hasattr(CombinedOptimizer, "optimizers")
-
-
-def _expect(cls: type, *names: str) -> None:
-    missing = set(names) - names_used_by(cls)
-    assert not missing, f"{cls.__name__} has no {', '.join(sorted(missing))} any more"

@@ -85,16 +85,3 @@ def _runtime_settings() -> Any:
     from triton import knobs
 
     return knobs.runtime
-
-
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no GPU."""
-    try:
-        from triton import knobs
-        from triton.compiler.compiler import CompiledKernel
-        from triton.runtime.jit import JITFunction, KernelParam
-    except ImportError:
-        return  # without Triton nobody launches
-    assert hasattr(knobs.runtime, "launch_enter_hook") and hasattr(knobs.runtime, "launch_exit_hook")
-    assert hasattr(KernelParam, "is_constexpr") and hasattr(CompiledKernel, "run")
-    assert "launch_metadata" in JITFunction.run.__code__.co_names

@@ -12,7 +12,6 @@ def torch_version() -> str:
     return ".".join(torch.__version__.split("+")[0].split(".")[:2])
 
 
-def probe() -> None:
-    """Raise if a private name that is used here is gone. Cheap, needs no process group."""
+def require_supported() -> None:
     if torch_version() not in SUPPORTED:
         raise RuntimeError(f"freescale knows torch {', '.join(SUPPORTED)}; this is {torch.__version__}")

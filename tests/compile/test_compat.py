@@ -20,14 +20,6 @@ def test_self_test_passes():
     probes.self_test()
 
 
-def test_self_test_passes_where_dynamo_has_given_up_on_code_of_torch():
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for size in (1, 2):
-            torch.compile(torch.nn.BatchNorm1d(size), backend="eager", dynamic=False)(torch.zeros(2, size))
-    probes.self_test()
-
-
 @pytest.mark.parametrize("version", ["2.10.0", "2.16.0.dev20260101+cpu", "3.0.0"])
 def test_self_test_refuses_other_versions(monkeypatch, version: str):
     monkeypatch.setattr(torch, "__version__", version)
@@ -40,15 +32,15 @@ def test_self_test_refuses_other_versions(monkeypatch, version: str):
 def without_nixl(monkeypatch):
     for name in ("nixl", "nixl_cu13", "nixl_cu12"):
         monkeypatch.setitem(sys.modules, name, None)
-    nixl._library.cache_clear()
+    nixl.library.cache_clear()
     yield
-    nixl._library.cache_clear()
+    nixl.library.cache_clear()
 
 
 def test_without_nixl_it_says_what_to_install(without_nixl):
     remedy = "NVIDIA's NIXL is missing, it is not installed: pip install 'freescale[nixl]'"
     assert nixl.missing_reason() == remedy
-    nixl.probe()
+    probes.self_test()
     with pytest.raises(selection.UnsupportedTransport) as error:
         selection.choose_transport("nixl", "cuda")
     assert str(error.value) == f"freescale: FREESCALE_TRANSPORT=nixl cannot be met: {remedy}"
@@ -63,9 +55,44 @@ def test_a_nixl_that_does_not_load_is_another_reason(without_nixl, monkeypatch, 
 
 
 def test_self_test_finds_what_is_gone(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.delattr(torch.distributed.distributed_c10d, "_resolve_process_group")
-    with pytest.raises(AssertionError):
+    monkeypatch.delattr(torch._dynamo, "OptimizedModule")
+    with pytest.raises(RuntimeError) as error:
         probes.self_test()
+    gone = "torch._dynamo.OptimizedModule, torch.distributed.distributed_c10d._resolve_process_group"
+    assert str(error.value) == f"torch 2.13.0+cpu lacks what freescale uses of it: {gone}"
+
+
+def test_what_is_gone_of_a_library_names_its_version_and_that_of_torch(monkeypatch):
+    pytest.importorskip("torchrec")
+    from torchrec.distributed import embedding, embedding_lookup
+
+    monkeypatch.delattr(embedding_lookup, "GroupedEmbeddingsLookup")
+    monkeypatch.setattr(embedding, "ShardedEmbeddingCollection", type("ShardedEmbeddingCollection", (), {"_env": None}))
+    with pytest.raises(RuntimeError) as error:
+        probes.self_test()
+    found = str(error.value)
+    assert found.startswith("torchrec 1.") and f", beside torch {torch.__version__}, lacks " in found
+    assert "torchrec.distributed.embedding.ShardedEmbeddingCollection._device, " in found
+    assert found.endswith("torchrec.distributed.embedding_lookup.GroupedEmbeddingsLookup") and "_env" not in found
+
+
+@pytest.mark.parametrize(
+    ("where", "names", "gone"),
+    [
+        ("functools:partial", "func no_such", "no_such"),
+        ("functools:wraps", "wrapped partial no_such", "no_such"),  # a parameter, and what its code mentions
+        ("threading:Thread", "start _target|no_such", ""),  # a method, and what __init__ sets
+        ("threading:Thread", "no_such|neither", "no_such|neither"),
+        ("functools:no_such.path", "x", "."),
+        ("no_such_module", "x y", "."),
+    ],
+)
+def test_what_counts_as_there(where: str, names: str, gone: str):
+    prefix = where.replace(":", ".")
+    expected = [prefix] if gone == "." else [f"{prefix}.{gone}"] if gone else []
+    assert probes.missing({where: names}) == expected
 
 
 @pytest.mark.parametrize(
