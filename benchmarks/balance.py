@@ -6,8 +6,8 @@ A straggler share is 1 - mean load / largest load. `bound` is that share for max
 assignment can beat; `floor`, where larger, is what equal counts make of it: the rank of the longest sample must take as
 many samples as the others. A row stands for several draws of the lengths: it shows the draw with the median distance
 between straggler share and bound, and `worst_above` is the largest distance. `ms` is the median over draws of the
-fastest of several calls, in CPU time of the one thread that they use. `local` balances over a window of 8 half batches,
-so nothing moves; small instances have a row `exact`. All but the training run (balance_train.py) simulates the ranks.
+fastest of several calls, in CPU time of the one thread that they use. Small instances have a row `exact`. All but the
+training run (balance_train.py) simulates the ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,9 @@ from freescale.runtime.balance.sample_cost import FittedCost
 
 SIZES = ((8, 32), (64, 128), (256, 128))
 SMALL = (3, 4)  # ranks, batch: few enough to try everything
-METHODS = ("none", "local", "zigzag", "kk", "lpt", "variable", "default")
+METHODS = ("none", "zigzag", "kk", "lpt", "variable", "default")
 COSTS = ("L", "L^2", "fitted")
 BYTES_PER_POSITION = 8
-WINDOW = 8  # half batches that `local` combines
 
 
 def lognormal(random: np.random.Generator, samples: int, median: float, sigma: float) -> np.ndarray:
@@ -66,22 +66,6 @@ def costs_by(cost: str, lengths: np.ndarray, fit: FittedCost) -> np.ndarray:
     return {"L": real, "L^2": real**2}[cost] if cost != "fitted" else fit(real)
 
 
-def solve(
-    method: str, lengths: np.ndarray, costs: np.ndarray, ranks: int, seed: int, fit: FittedCost, cost: str, name: str
-):
-    """A call that balances one draw."""
-    if method != "local":
-        return lambda: solver.balance(costs, ranks, method=method, sizes=lengths * BYTES_PER_POSITION)
-    batch = len(lengths) // ranks  # a window of half batches, drawn from the same law
-    window = LENGTHS[name](np.random.default_rng([seed, 1]), len(lengths) // 2 * WINDOW)
-    home, base = (
-        np.repeat(np.arange(ranks), batch // 2 * WINDOW),
-        np.tile(np.repeat(np.arange(WINDOW), batch // 2), ranks),
-    )
-    many = costs_by(cost, window, fit)
-    return lambda: solver.balance(many, ranks, method="local", home=home, base=base, sizes=window * BYTES_PER_POSITION)
-
-
 def fastest(call, repetitions: int) -> tuple[Any, float]:
     times = []
     for _ in range(repetitions):
@@ -111,10 +95,8 @@ def measure(name: str, ranks: int, batch: int, cost: str, fit: FittedCost, seeds
         lengths = LENGTHS[name](np.random.default_rng(seed), ranks * batch)
         costs = costs_by(cost, lengths, fit)
         for method in METHODS:
-            call = solve(method, lengths, costs, ranks, seed, fit, cost, name)
-            if (ranks, batch) == SMALL and method == "local":
-                continue
-            done, ms = fastest(call, repetitions)
+            sizes = lengths * BYTES_PER_POSITION
+            done, ms = fastest(partial(solver.balance, costs, ranks, method=method, sizes=sizes), repetitions)
             results.setdefault(method, []).append((done, ms, floor(costs, ranks)))
         if (ranks, batch) == SMALL:
             results.setdefault("exact", []).append((*fastest(lambda c=costs: exact(c, ranks), 1), floor(costs, ranks)))

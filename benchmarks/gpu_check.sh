@@ -93,7 +93,7 @@ start torchrec 1 400 "${gpu[@]}" tests/kernels/test_torchrec_gpu.py tests/kernel
 start lookahead 1 200 "${gpu[@]}" tests/runtime/lookahead/test_begun_step.py
 start nixl 1 200 "${gpu[@]}" tests/kernels/test_nixl.py
 start transports 1 300 "${gpu[@]}" tests/kernels/test_transports.py
-start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_compression_kernels.py tests/kernels/test_compression.py tests/kernels/test_lossless.py tests/kernels/test_rounding.py tests/kernels/test_large_tables.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
+start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_compression_kernels.py tests/kernels/test_compression.py tests/kernels/test_rounding.py tests/kernels/test_large_tables.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py
 start hstu 1 200 "${gpu[@]}" tests/models/test_hstu_attention.py tests/models/test_persrec_attention.py tests/benchmarks/test_hstu_attention_benchmark.py
 start train 1 250 "${gpu[@]}" tests/models/test_train_example.py
 start sanitizer_rows 1 300 "${sanitizer[@]}" tests/kernels/test_row_kernels.py

@@ -20,11 +20,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 PREFIX = "FREESCALE_"
 
@@ -39,7 +43,10 @@ LOSSY_PASSES = ("compress_exchange",)
 PASS_NAMES = tuple(name for name in PASS_ORDER if name not in LOSSY_PASSES)  # those of `all`
 
 DENSE_CHOICES = ("off", "allreduce")
-COMPRESS_FORM = "rows:SHARE or rows:lossless, dense:SHARE or both, then which=background or which=all"
+COMPRESS_FORM = "rows:SHARE, dense:SHARE or both, then which=background or which=all"
+# Accepted until the next release; see Config._replace_deprecated.
+DEPRECATED_WIRES = {"fp16,stochastic": "fp16", "bf16,stochastic": "bf16"}
+DEPRECATED_ROWS = "rows:lossless"
 
 
 class ConfigError(ValueError):
@@ -55,15 +62,13 @@ class Compression:
     """What FREESCALE_COMPRESS and FREESCALE_WIRE ask for."""
 
     rows: Fraction | None = None  # share of the bytes of rows and their gradients that travels
-    lossless: bool = False  # all of them but zeros
     dense: Fraction | None = None  # share of the bytes of dense gradients
     which: str = "background"  # or "all": urgent rows and gradients too
     wire: str = "fp32"  # type in which rows and their gradients travel
-    stochastic: bool = False  # gradients are rounded up or down to it, so that their mean is right
 
     @property
     def sends_less(self) -> bool:
-        return self.rows is not None or self.lossless or self.dense is not None or self.wire != "fp32"
+        return self.rows is not None or self.dense is not None or self.wire != "fp32"
 
 
 @dataclass(frozen=True)
@@ -105,14 +110,13 @@ class Config:
     compress: str = _flag(
         "",
         "For the pass `compress_exchange`: the share of bytes that travels, `rows:0.05`, `dense:0.01` or both, and "
-        "`which=all` for urgent rows and gradients too; `rows:lossless`: zeros alone are left out; empty: nothing is "
-        "left out ([compression](compress.md))",
+        "`which=all` for urgent rows and gradients too; empty: nothing is left out ([compression](compress.md))",
     )
     wire: str = _flag(
         "fp32",
-        "For the pass `compress_exchange`: the type in which rows and their gradients travel; `stochastic`: gradients "
-        "are rounded up or down so that their mean is right, as those of `fp8` always are",
-        ("fp32", "fp16", "bf16", "fp8", "fp16,stochastic", "bf16,stochastic"),
+        "For the pass `compress_exchange`: the type in which rows and their gradients travel, rounded to nearest; "
+        "gradients in `fp8` are rounded up or down so that their mean is right",
+        ("fp32", "fp16", "bf16", "fp8"),
     )
     progress: bool = _flag(
         True, "Rank 0 reports on standard error which graph is being compiled, and how long it took"
@@ -132,9 +136,11 @@ class Config:
         if not self.timeout > 0:
             raise ConfigError(f"{PREFIX}TIMEOUT must be more than 0 seconds, found {self.timeout}")
         self._check_compression()
+        self._replace_deprecated()
 
     def _check_compression(self) -> None:
         asked, named = self.compression(), "compress_exchange" in self.enabled_passes()
+        lossless = DEPRECATED_ROWS in _words(self.compress)
         if not named and (self.compress or self.wire != "fp32"):
             flag = f"{PREFIX}COMPRESS" if self.compress else f"{PREFIX}WIRE"
             also = "all" if self.passes.strip() == "all" else "..."
@@ -142,12 +148,12 @@ class Config:
                 f"{flag} is for the pass compress_exchange, which nothing but its name switches on: "
                 f"set {PREFIX}PASSES={also},compress_exchange"
             )
-        if named and self.strict and not asked.sends_less:
+        if named and self.strict and not (asked.sends_less or lossless):
             raise ConfigError(
                 f"strict refuses a lossy pass without an explicit ratio: set {PREFIX}COMPRESS or {PREFIX}WIRE, or "
                 f"leave compress_exchange out of {PREFIX}PASSES"
             )
-        if (asked.rows is not None or asked.lossless) and asked.wire != "fp32":
+        if (asked.rows is not None or lossless) and asked.wire != "fp32":
             raise ConfigError(
                 f"{PREFIX}COMPRESS={self.compress} picks values of rows and {PREFIX}WIRE={self.wire} rounds them; "
                 "rows can have one of the two"
@@ -158,26 +164,38 @@ class Config:
                 f"set {PREFIX}DENSE=allreduce"
             )
 
+    def _replace_deprecated(self) -> None:
+        """What is used in place of deprecated values becomes the setting, so that cache keys hold it and ranks compare
+        it."""
+        if (wire := DEPRECATED_WIRES.get(self.wire)) is not None:
+            _say_deprecated(f"{PREFIX}WIRE={self.wire}", f"{wire}, rounded to nearest")
+            object.__setattr__(self, "wire", wire)
+        if DEPRECATED_ROWS in (words := _words(self.compress)):
+            _say_deprecated(f"{PREFIX}COMPRESS={DEPRECATED_ROWS}", "no compression of rows")
+            words.remove(DEPRECATED_ROWS)
+            object.__setattr__(self, "compress", ",".join(words))
+            if not self.compression().sends_less:
+                passes = [p for p in _words(self.passes) if p != "compress_exchange"]
+                object.__setattr__(self, "passes", ",".join(passes) or "none")
+                object.__setattr__(self, "compress", "")
+
     def compression(self) -> Compression:
         """What travels, and in which type."""
         found: dict[str, Any] = {}
-        for word in (w.strip() for w in self.compress.split(",")):
-            if not word:
-                continue
+        for word in _words(self.compress):
             name, sign, value = word.replace("=", ":").partition(":")
             kind = "=" if "=" in word else ":"
             if name in found:
                 raise ConfigError(f"{PREFIX}COMPRESS says {name} twice: {self.compress!r}")
-            if word == "rows:lossless":
-                found |= {"rows": None, "lossless": True}
+            if word == DEPRECATED_ROWS:
+                found[name] = None
             elif sign and kind == ":" and name in ("rows", "dense"):
                 found[name] = _share(value, word)
             elif kind == "=" and name == "which" and value in ("background", "all"):
                 found[name] = value
             else:
                 raise ConfigError(f"{PREFIX}COMPRESS must be {COMPRESS_FORM}, found {word!r}")
-        wire, _, rounding = self.wire.partition(",")
-        return Compression(wire=wire, stochastic=rounding == "stochastic" or wire == "fp8", **found)
+        return Compression(wire=self.wire, **found)
 
     def affecting_graphs(self) -> dict[str, Any]:
         """The settings that the compiled code may depend on, and that all ranks must have in common."""
@@ -186,7 +204,7 @@ class Config:
 
     def enabled_passes(self) -> tuple[str, ...]:
         """The names of the passes that run, in order."""
-        words = [w.strip() for w in self.passes.split(",") if w.strip()]
+        words = _words(self.passes)
         if words in ([], ["none"]):
             return ()
         minus = [w.startswith("-") for w in words]
@@ -205,6 +223,15 @@ class Config:
         if all(minus):
             return tuple(p for p in PASS_NAMES if p not in names)
         return tuple(p for p in PASS_ORDER if p in names)
+
+
+def _words(text: str) -> list[str]:
+    return [w for w in map(str.strip, text.split(",")) if w]
+
+
+@cache
+def _say_deprecated(given: str, instead: str) -> None:
+    log.warning("%s is deprecated, and an error in the next release; used instead: %s", given, instead)
 
 
 def _share(text: str, word: str) -> Fraction:
@@ -239,7 +266,7 @@ def _parse(name: str, value: Any, label: str) -> Any:
         value = ",".join(map(str, value))
     if not isinstance(value, str):
         raise ConfigError(f"{label} must be text, found {value!r}")
-    if choices and value not in choices:
+    if choices and value not in choices and not (name == "wire" and value in DEPRECATED_WIRES):
         raise ConfigError(f"{label} must be one of {', '.join(choices)}, found {value!r}")
     return value
 

@@ -6,11 +6,10 @@ A *packing* is a text in the graph:
                            where it belongs; the others arrive as zeros
     fp16, bf16             every value, rounded to nearest
     fp8                    every value as e4m3, with a float32 scale for each row; rounded to nearest
-    fp16:stochastic, ...   the same, rounded up or down so that the mean is right (rounding.py)
-    lossless               all values but zeros, and where they belong (lossless.py)
+    fp8:stochastic         the same, rounded up or down so that the mean is right (rounding.py)
 
-Of all but the last, both sides know all sizes from the counts that the plan has, so nothing else needs to be sent,
-asked or waited for. What goes to a peer is its *slab*. A rank's slab for itself does not travel: nobody packs it.
+Both sides know all sizes from the counts that the plan has, so nothing else needs to be sent, asked or waited for. What
+goes to a peer is its *slab*. A rank's slab for itself does not travel: nobody packs it.
 
 `largest` cuts a slab into blocks of ROWS rows; the last may be shorter. The block from row a to row b of the slab has
 b * NUM // DEN - a * NUM // DEN entries. They hold its values of largest magnitude (of equal ones, those that come
@@ -31,16 +30,15 @@ ENTRY_BYTES = 6
 MAX_BLOCK = 65536  # values: places are 16-bit numbers
 _PLACES = MAX_BLOCK - 1
 NARROW_TYPES = ("fp16", "bf16", "fp8")
-LOSSLESS = "lossless"
 
 
 @dataclass(frozen=True)
 class Packing:
-    kind: str  # "largest", "fp16", "bf16", "fp8" or "lossless"
+    kind: str  # "largest", "fp16", "bf16" or "fp8"
     num: int = 1
     den: int = 1
     block_rows: int = 1
-    stochastic: bool = False
+    stochastic: bool = False  # fp8
 
     def __str__(self) -> str:
         if self.kind == "largest":
@@ -54,7 +52,7 @@ def parse(text: str) -> Packing:
     if kind == "largest" and len(rest) == 2:
         num, den = map(int, rest[0].split("/"))
         return Packing(kind, num, den, int(rest[1]))
-    if kind in NARROW_TYPES and rest in ([], ["stochastic"]) or text == LOSSLESS:
+    if kind in NARROW_TYPES and (not rest or text == "fp8:stochastic"):
         return Packing(kind, stochastic=bool(rest))
     raise ValueError(f"freescale: there is no packing {text!r}")
 

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from freescale.compat import distributed
-from freescale.kernels import lossless, row_packing
-from freescale.kernels.compression import LOSSLESS
+from freescale.kernels import row_packing
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LAUNCH_SUFFIXES, implement
-from freescale.kernels.planning import row_requests
 from freescale.kernels.planning.batch_plan import unless_nobody_sends
 from freescale.kernels.transports import c10d, launch_record, open_transports
 
@@ -32,7 +30,7 @@ def launch_packed(transport_name, what, x, send_counts, recv_counts, n_recv, pri
     label = launch_record.launch_label(what, priority, table)
     _launches[label] += 1
     with launch_record.profiler_range("launch", label):
-        packed = _pack(packing, x, send_counts, recv_counts, group, _launches[label])
+        packed = row_packing.pack(packing, x, send_counts, recv_counts, group.rank(), _launches[label])
         out, n_packed = x.new_empty((n_recv, *x.shape[1:])), packed.n_recv
         # before the start: whatever stream waits for the message waits for this too
         row_packing.copy_own(x, out, send_counts, recv_counts, group.rank())
@@ -52,19 +50,6 @@ def launch_packed(transport_name, what, x, send_counts, recv_counts, n_recv, pri
         work = launch_record.RecordedMessage(transport, message, label, out, group, received.nbytes, unpack)
     distributed.register_work(out, work)
     return out
-
-
-def _pack(packing, x, send_counts, recv_counts, group, launch_number):
-    if packing == LOSSLESS:
-        return lossless.pack(x, send_counts, recv_counts, group.rank(), partial(_exchange_sizes, group))
-    return row_packing.pack(packing, x, send_counts, recv_counts, group.rank(), launch_number)
-
-
-def _exchange_sizes(group: Any, sizes: torch.Tensor) -> torch.Tensor:
-    received, ones = torch.empty_like(sizes), [1] * group.size()
-    with launch_record.record_host_wait("sizes of what is compressed"):
-        row_requests.all_to_all_cpu(received, sizes, ones, ones, group)
-    return received
 
 
 def _unpack(packed: row_packing.Packed, received: torch.Tensor, out: torch.Tensor) -> None:

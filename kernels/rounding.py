@@ -1,4 +1,4 @@
-"""Rows in a narrower type: fp16, bf16 and fp8 of compression.py. These definitions decide what is correct.
+"""Rows in a narrower type: fp8 of compression.py, which these definitions decide; fp16 and bf16 are torch's own.
 
 *Stochastic* is up or down to one of the two neighbours in that type, with the probability that makes the mean right.
 Which way follows from the place of the value and the number of the launch alone, so a run repeats bit for bit, and no
@@ -18,27 +18,6 @@ _SMALLEST_SCALE = 0x00800000  # the smallest normal float32, as bits
 
 def fp8_row_bytes(dim: int) -> int:
     return (dim + 3) // 4 * 4 + 4
-
-
-def to_wide(x: torch.Tensor, dtype: torch.dtype, launch_number: int | None) -> torch.Tensor:
-    """float16 or bfloat16; to nearest without a number.
-
-    What has no neighbour above it, because it is larger than every number of the type, is rounded to nearest: a little
-    more than the largest number becomes that one, and everything else infinite. NaN stays.
-    """
-    if launch_number is None:
-        return x.to(dtype)
-    magnitude, uniform = x.view(torch.int32) & 0x7FFFFFFF, _uniform(x, launch_number)
-    if dtype == torch.bfloat16:  # the upper half of the bits
-        up = uniform < (magnitude & 0xFFFF) * 2.0**-16
-        rounded = ((magnitude & ~0xFFFF) + (up.int() << 16)).view(torch.float32)
-    else:
-        exponent = (magnitude >> 23).clamp(min=113)  # 2**-14 is the smallest that is normal
-        steps = x.abs() * ((264 - exponent) << 23).view(torch.float32)  # of the distance of neighbours
-        whole = steps.floor()
-        up = uniform < steps - whole
-        rounded = (whole + up) * ((exponent - 10) << 23).view(torch.float32)
-    return torch.where(x.abs() <= torch.finfo(dtype).max, rounded.copysign(x), x).to(dtype)
 
 
 def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:

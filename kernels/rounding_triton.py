@@ -1,4 +1,4 @@
-"""Rows in a narrower type, and fp8 back, in one pass over memory, in Triton. Definition: rounding.py."""
+"""Rows in fp8, and back, in one pass over memory, in Triton. Definition: rounding.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import triton.language as tl
 from freescale.compat.triton_launch import cdiv, launch, next_power_of_2
 from freescale.kernels.rounding import FIRST_PRIME, SECOND_PRIME, fp8_row_bytes
 
-_BLOCK = 1024
-
 
 @triton.jit
 def _uniform(place, salt, PRIME: tl.constexpr):
@@ -19,29 +17,6 @@ def _uniform(place, salt, PRIME: tl.constexpr):
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
     return ((h ^ (h >> 16)) >> 8).to(tl.float32) * 5.9604644775390625e-08
-
-
-@triton.jit(do_not_specialize=["n", "salt"])
-def _to_wide(x, out, n, salt, PRIME: tl.constexpr, BFLOAT: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bits = tl.load(x + place, mask=place < n, other=0)
-    uniform, magnitude = _uniform(place, salt, PRIME), bits & 0x7FFFFFFF
-    if BFLOAT:
-        up = uniform < (magnitude & 0xFFFF).to(tl.float32) * 1.52587890625e-05
-        rounded = (magnitude >> 16) + up.to(tl.int32)
-        nearest = (magnitude + 0x8000) >> 16
-        nearest = tl.where(magnitude > 0x7F800000, 0x7FC0, nearest)
-        code = tl.where(magnitude <= 0x7F7F0000, rounded, nearest)
-    else:
-        size = magnitude.to(tl.float32, bitcast=True)
-        exponent = tl.maximum(magnitude >> 23, 113)
-        steps = size * ((264 - exponent) << 23).to(tl.float32, bitcast=True)
-        whole = tl.floor(steps)
-        up = (uniform < steps - whole).to(tl.float32)
-        rounded = (whole + up) * ((exponent - 10) << 23).to(tl.float32, bitcast=True)
-        size = tl.where(size <= 65504.0, rounded, size)
-        code = size.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-    tl.store(out + place, (code | ((bits >> 16) & 0x8000)).to(tl.int16), mask=place < n)
 
 
 @triton.jit(do_not_specialize=["n_rows", "salt"])
@@ -118,20 +93,6 @@ def from_fp8(packed: torch.Tensor, out: torch.Tensor) -> None:
         grid, rows, values, warps = _shape(n, packed.shape[1])
         constants = dim, packed.shape[1], rows, values
         launch(_from_fp8, grid, packed, packed.view(torch.int32), out, n, *constants, num_warps=warps)
-
-
-def to_wide(x: torch.Tensor, dtype: torch.dtype, launch_number: int | None) -> torch.Tensor:
-    """As rounding.to_wide; a NaN may have other bits."""
-    if launch_number is None:
-        return x.to(dtype)
-    out = torch.empty_like(x, dtype=dtype)
-    if n := x.numel():
-        constants = FIRST_PRIME, dtype == torch.bfloat16, _BLOCK
-        launch(
-            _to_wide, (cdiv(n, _BLOCK),), x.view(torch.int32), out.view(torch.int16), n, salt_of(launch_number),
-            *constants, num_warps=4,
-        )  # fmt: skip
-    return out
 
 
 def salt_of(launch_number: int) -> int:

@@ -31,7 +31,7 @@ def pack(
     text: str, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int, launch_number: int
 ) -> Packed:
     """Rows of float32 [n, dim], those of all peers one after another; without those of this rank, see copy_own().
-    `launch_number`: of it and of its place among what travels follows which way a value is rounded stochastically."""
+    `launch_number`: of it and of its place among what travels follows which way `fp8:stochastic` rounds a value."""
     packing, send, recv = parse(text), Slabs.of(send_counts, rank), Slabs.of(recv_counts, rank)
     unpack: Callable[[torch.Tensor, torch.Tensor], None]
     if packing.kind == "largest":
@@ -74,14 +74,13 @@ def around(x: torch.Tensor, counts: torch.Tensor, rank: int) -> list[torch.Tenso
 
 
 def _narrow(x: torch.Tensor, packing: Packing, launch_number: int) -> torch.Tensor:
-    number, kernels = launch_number if packing.stochastic else None, _rounding(x)
     if packing.kind == "fp8":
-        return kernels.to_fp8(x, number)
-    return kernels.to_wide(x, rounding.WIDE_TYPES[packing.kind], number).view(torch.uint8)
+        return _rounding(x).to_fp8(x, launch_number if packing.stochastic else None)
+    return x.to(rounding.WIDE_TYPES[packing.kind]).view(torch.uint8)
 
 
 def _rounding(x: torch.Tensor) -> Any:
-    """What rounds where `x` is."""
+    """What rounds to fp8 where `x` is."""
     if not x.is_cuda:
         return rounding
     from freescale.kernels import rounding_triton

@@ -1,8 +1,8 @@
-"""Send less: of rows and gradients the largest values, all of them in a narrower type, or all but zeros. Not in `all`.
+"""Send less: of rows and gradients the largest values, or all of them in a narrower type. Not in `all`.
 
 Needs:    split_exchanges has run where rows are to be compressed, bucket_gradients where dense gradients are.
 Promises: the same launches in the same order, each with the same result shape; alike on every rank. Without a share
-          (FREESCALE_COMPRESS) or a type (FREESCALE_WIRE) the graph is unchanged. rows:lossless changes no value.
+          (FREESCALE_COMPRESS) or a type (FREESCALE_WIRE) the graph is unchanged.
 Leaves:   urgent rows and gradients, unless which=all; plain all-to-alls; a dense gradient that is in no bucket.
 Before:   chunk = all_to_all_launch(grad, ...) ; bucket = all_reduce_launch([g0, g1], ...)
 After:    chunk = all_to_all_launch_packed(grad, ..., "largest:32/15:16")
@@ -26,7 +26,7 @@ from torch import fx
 from freescale.compat import distributed
 from freescale.config import Compression, Config
 from freescale.kernels import compression
-from freescale.kernels.compression import ENTRY_BYTES, LOSSLESS, MAX_BLOCK, Packing
+from freescale.kernels.compression import ENTRY_BYTES, MAX_BLOCK, Packing
 from freescale.passes.exchange_meta import EXCHANGE_KEY, CannotApply, GraphExchange, argument, exchanges
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def compress_exchange(gm: fx.GraphModule, cfg: Config) -> int:
         _say_that_nothing_is_lost()
         return 0
     sites: list[Site] = []
-    if asked.rows is not None or asked.lossless or asked.wire != "fp32":
+    if asked.rows is not None or asked.wire != "fp32":
         sites += [_row_site(x, asked) for x in _row_exchanges(gm.graph, asked)]
     if asked.dense is not None:
         sites += [_dense_site(x, asked.dense) for x in _buckets(gm.graph)]
@@ -77,7 +77,7 @@ def _row_exchanges(graph: fx.Graph, asked: Compression) -> list[GraphExchange]:
     chunks = [x for x in found if x.kind == "chunk" and (asked.which == "all" or x.priority != "urgent")]
     for x in chunks:
         _check(x, _sent(x).dtype)
-        if _sent(x).shape[1] > MAX_BLOCK and not asked.lossless:
+        if _sent(x).shape[1] > MAX_BLOCK:
             raise CannotApply(f"{x}: rows of more than {MAX_BLOCK} values are not compressed")
     return chunks
 
@@ -110,10 +110,8 @@ def _sent(x: GraphExchange) -> Any:
 def _row_site(x: GraphExchange, asked: Compression) -> Site:
     dim = int(_sent(x).shape[1])
     rows = x.bytes / (4 * dim) if dim else sympy.Integer(0)
-    if asked.lossless:
-        return x, Packing(LOSSLESS), x.bytes  # at most
     if asked.rows is None:
-        packing = Packing(asked.wire, stochastic=asked.stochastic and x.payload == "gradients")
+        packing = Packing(asked.wire, stochastic=asked.wire == "fp8" and x.payload == "gradients")
         return x, packing, rows * compression.row_bytes(packing, dim)
     entries = asked.rows * 4 * dim / ENTRY_BYTES  # for each row
     packing = Packing("largest", entries.numerator, entries.denominator, max(1, ROW_BLOCK // max(dim, 1)))

@@ -14,8 +14,8 @@ class BalanceResult:
     """Where every sample goes.
 
     rank           rank of each sample
-    step           step of each sample; 0 but for the method `local`
-    order          all samples, by rank, then step, then as sample_costs: the batches that the ranks should have
+    step           0 for each sample: the method `local`, which had several, is deprecated
+    order          all samples, by rank, then as sample_costs: the batches that the ranks should have
     counts         samples of each rank
     loss_weights   per sample. If each rank averages loss * weight over its samples and the ranks' results are averaged
                    (as DDP does), the result is the mean over all samples. All 1 if all ranks have equal counts
@@ -47,32 +47,19 @@ class BalanceResult:
         return self.order[end - int(self.counts[rank]) : end]
 
 
-def make_result(
-    problem: Problem,
-    costs: np.ndarray,
-    rank: np.ndarray,
-    method: str,
-    step: np.ndarray | None = None,
-    step_before: np.ndarray | None = None,
-    steps: int = 1,
-) -> BalanceResult:
-    """`step` of each sample, and the one that it was to be in before; None: all are in one step."""
+def make_result(problem: Problem, costs: np.ndarray, rank: np.ndarray, method: str) -> BalanceResult:
     ranks = problem.ranks
-    if step is None:
-        step = np.zeros(len(costs), np.int64)
     total = float(costs.sum())
-    loads, straggler = _loads_and_straggler(costs, rank, step, ranks, steps)
-    _, before = _loads_and_straggler(costs, problem.home, step if step_before is None else step_before, ranks, steps)
+    loads, straggler = _loads_and_straggler(costs, rank, ranks)
+    _, before = _loads_and_straggler(costs, problem.home, ranks)
     largest = max(total / ranks, float(costs.max(initial=0.0)))
-    batch = step * ranks + rank  # that a rank trains on in a step
-    batch_sizes = np.bincount(batch, minlength=steps * ranks)
-    step_sizes = np.maximum(batch_sizes.reshape(steps, ranks).sum(1), 1)
+    counts = np.bincount(rank, minlength=ranks)
     return BalanceResult(
         rank=rank,
-        step=step,
-        order=np.argsort(rank * steps + step, kind="stable"),
-        counts=np.bincount(rank, minlength=ranks),
-        loss_weights=(batch_sizes * np.repeat(ranks / step_sizes, ranks))[batch],
+        step=np.zeros(len(costs), np.int64),
+        order=np.argsort(rank, kind="stable"),
+        counts=counts,
+        loss_weights=(counts * (ranks / max(len(costs), 1)))[rank],
         loads=loads,
         straggler=straggler,
         before=before,
@@ -83,10 +70,8 @@ def make_result(
     )
 
 
-def _loads_and_straggler(
-    costs: np.ndarray, rank: np.ndarray, step: np.ndarray, ranks: int, steps: int
-) -> tuple[np.ndarray, float]:
-    """Load of each rank, and the share of the time that the average rank waits for the slowest, step by step."""
-    loads = np.bincount(step * ranks + rank, costs, minlength=steps * ranks).reshape(steps, ranks)
-    longest = float(loads.max(1).sum())
-    return loads.sum(0), max(0.0, 1 - float(loads.sum()) / ranks / longest) if longest else 0.0
+def _loads_and_straggler(costs: np.ndarray, rank: np.ndarray, ranks: int) -> tuple[np.ndarray, float]:
+    """Load of each rank, and the share of the time that the average rank waits for the slowest."""
+    loads = np.bincount(rank, costs, minlength=ranks)
+    longest = float(loads.max())
+    return loads, max(0.0, 1 - float(loads.sum()) / ranks / longest) if longest else 0.0

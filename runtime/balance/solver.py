@@ -7,8 +7,10 @@ swaps.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,13 +24,14 @@ from freescale.runtime.balance.integer_problem import (
     make_problem,
     short_text,
 )
-from freescale.runtime.balance.local_steps import balance_locally
 from freescale.runtime.balance.memory_cap import StopCriteria, fit_to_cap, improve_within_cap, over_cap
 from freescale.runtime.balance.partition import Partition
 from freescale.runtime.balance.result import BalanceResult, make_result
 from freescale.runtime.balance.swaps import OperationBudget, improve
 
-METHODS = ("default", "none", "zigzag", "lpt", "kk", "local", "variable")
+log = logging.getLogger(__name__)
+
+METHODS = ("default", "none", "zigzag", "lpt", "kk", "variable")
 _SMALL = 10  # samples: so few that all assignments are tried,
 _MAX_TRIES = 50_000  # or this many of them
 
@@ -55,23 +58,22 @@ def balance(
     ranks        how many there are
     counts       samples of each rank. None: as equal as can be
     method       `default`: swaps from where the samples are, and the other starting points if that is not enough;
-                 `none`, `zigzag`, `lpt`, `kk`: plainly these; `variable`: counts differ, costs ** alpha is balanced;
-                 `local`: nothing moves, every rank combines its own base batches into steps
+                 `none`, `zigzag`, `lpt`, `kk`: plainly these; `variable`: counts differ, costs ** alpha is balanced
     home         the rank that has each sample now. None: rank 0 has the first ones, and so on
     sizes        bytes of each sample; the fewer of them move the better. None: 1 each
     memory       bytes that each sample needs while it is trained on, and `memory_cap`, what a rank has for them
-    base, steps  for `local`: the base batch of each sample on its rank, and how many steps they are to become (None:
-                 half as many as there are base batches)
+    base, steps  ignored: they belong to the method `local`, which is deprecated and does what the default does
     tolerance    assignments whose largest loads differ by less than this share are equal: the one that moves the fewest
                  bytes is taken
     budget       operations that the default may spend on improving. None: as many as take a few milliseconds
     """
+    if method == "local":
+        _say_that_local_is_deprecated()
+        method = "default"
     if method not in METHODS:
         raise BalanceError(f"freescale: balance knows the methods {', '.join(METHODS)}; found {method!r}")
     costs = checked_numbers("costs", costs, None)
     problem = make_problem(costs, ranks, counts, home, sizes, memory, memory_cap)
-    if method == "local":
-        return balance_locally(problem, costs, base, steps)
     if method == "none":
         partition = _unmoved(problem, counts_given=counts is not None)
     elif method == "variable":
@@ -82,6 +84,11 @@ def balance(
     else:
         partition = _plain(method, problem, tolerance, budget)
     return make_result(problem, costs, partition.sample_ranks(), method)
+
+
+@cache
+def _say_that_local_is_deprecated() -> None:
+    log.warning("the balance method 'local' is deprecated, and an error in the next release; used instead: 'default'")
 
 
 def _unmoved(problem: Problem, counts_given: bool) -> Partition:

@@ -30,7 +30,6 @@ from freescale.runtime.samples.split_batch import SplitBatch
 
 log = logging.getLogger(__name__)
 
-METHODS = tuple(m for m in solver.METHODS if m != "local")
 # A batch is planned behind the backward pass of the step three before it, or later: so the step four before it has
 # ended on every rank. (A GPU may be further behind: then its times are not known yet, and wait for a later batch.)
 _MEASURED_AFTER = 4
@@ -68,9 +67,9 @@ class BalanceOptions:
     per_sample: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if self.method not in solver.METHODS:
             raise BalanceError(
-                f"freescale: a LookaheadLoader balances by one of {', '.join(METHODS)}; found {self.method!r}"
+                f"freescale: a LookaheadLoader balances by one of {', '.join(solver.METHODS)}; found {self.method!r}"
             )
         for name in ("shared", "per_sample"):
             if isinstance(getattr(self, name), str):

@@ -143,8 +143,8 @@ def test_bad_list_of_passes_is_refused(abc, text: str, sentence: str):
 
 
 LOSSY = {"FREESCALE_PASSES": "all,compress_exchange"}
-WIRES = "FREESCALE_WIRE must be one of fp32, fp16, bf16, fp8, fp16,stochastic, bf16,stochastic"
-FORM = "FREESCALE_COMPRESS must be rows:SHARE or rows:lossless, dense:SHARE or both, then which=background or which=all"
+WIRES = "FREESCALE_WIRE must be one of fp32, fp16, bf16, fp8"
+FORM = "FREESCALE_COMPRESS must be rows:SHARE, dense:SHARE or both, then which=background or which=all"
 NAME_IT = "is for the pass compress_exchange, which nothing but its name switches on: set FREESCALE_PASSES="
 
 
@@ -162,9 +162,7 @@ def test_all_leaves_the_lossy_pass_out():
         ("rows:0.05", "fp32", config.Compression(rows=Fraction(1, 20))),
         ("rows:1,which=all", "fp32", config.Compression(rows=Fraction(1), which="all")),
         ("dense:0.01, which=background", "bf16", config.Compression(dense=Fraction(1, 100), wire="bf16")),
-        ("which=all", "fp8", config.Compression(which="all", wire="fp8", stochastic=True)),
-        ("rows:lossless,which=all", "fp32", config.Compression(lossless=True, which="all")),
-        ("", "fp16,stochastic", config.Compression(wire="fp16", stochastic=True)),
+        ("which=all", "fp8", config.Compression(which="all", wire="fp8")),
         ("", "fp32", config.Compression()),
     ],
 )
@@ -209,6 +207,33 @@ def test_compression_that_is_refused(flags: dict[str, str], sentence: str):
     with pytest.raises(ConfigError) as error:
         load(environ={**LOSSY, **{f"FREESCALE_{k}": v for k, v in flags.items()}})
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "words"),
+    [
+        ({"WIRE": "fp16,stochastic"}, {"WIRE": "fp16"}, "WIRE=fp16,stochastic|fp16, rounded to nearest"),
+        ({"WIRE": "bf16,stochastic", "COMPRESS": "which=all"}, {"WIRE": "bf16", "COMPRESS": "which=all"},
+         "WIRE=bf16,stochastic|bf16, rounded to nearest"),
+        ({"COMPRESS": "rows:lossless"}, {"PASSES": "all"}, "COMPRESS=rows:lossless|no compression of rows"),
+        ({"COMPRESS": "which=all, rows:lossless", "STRICT": "1"}, {"PASSES": "all", "STRICT": "1"},
+         "COMPRESS=rows:lossless|no compression of rows"),
+        ({"COMPRESS": "rows:lossless", "PASSES": "compress_exchange"}, {"PASSES": "none"},
+         "COMPRESS=rows:lossless|no compression of rows"),
+        ({"COMPRESS": "rows:lossless,dense:0.1", "DENSE": "allreduce"}, {"COMPRESS": "dense:0.1", "DENSE": "allreduce"},
+         "COMPRESS=rows:lossless|no compression of rows"),
+    ],
+)  # fmt: skip
+def test_a_deprecated_value_is_replaced_with_one_warning(caplog, given: dict[str, str], instead: dict[str, str], words: str):
+    """In all that is made of the settings: graphs, the keys of caches, what ranks compare."""
+    config._say_deprecated.cache_clear()
+    old, new = ({**LOSSY, **{f"FREESCALE_{k}": v for k, v in flags.items()}} for flags in (given, instead))
+    for _ in range(2):
+        assert load(environ=old) == load(environ=new)
+    assert load({k.removeprefix("FREESCALE_").lower(): v for k, v in old.items()}, {}) == load(environ=new)
+    value, used = words.split("|")
+    said = f"FREESCALE_{value} is deprecated, and an error in the next release; used instead: {used}"
+    assert caplog.messages == [said]
 
 
 def test_table_names_every_flag_once():

@@ -171,9 +171,8 @@ def test_every_transport_gives_the_same_bits(world):
 PACKINGS = {
     "exact": {},
     "largest": {"compress": "rows:0.3,which=all"},
-    "stochastic": {"wire": "fp16,stochastic", "compress": "which=all"},
+    "fp16": {"wire": "fp16", "compress": "which=all"},
     "fp8": {"wire": "fp8", "compress": "which=all"},
-    "lossless": {"compress": "rows:lossless,which=all"},
 }
 
 
@@ -196,7 +195,7 @@ def _compressed():
 
 
 def test_compressed_training():
-    """Whatever carries the rows, the same bits; as on the CPU, before rounding leads apart; lossless as without."""
+    """Whatever carries the rows, the same bits; as on the CPU, before rounding leads apart."""
     for found, used in run_ranks(_compressed, 2, timeout=300):
         assert used == ["staged"]
         for name in PACKINGS:
@@ -205,6 +204,5 @@ def test_compressed_training():
             # Matrix products add up in another order here: seen, up to 1.2e-6, whatever the packing.
             assert losses[0] == pytest.approx(found[name, "cpu", True][0][0], rel=5e-6), name
             changed = losses != found["exact", "staged", True][0]
-            assert changed == (name not in ("exact", "lossless")), name
-        for name in ("exact", "lossless"):
-            assert found[name, "c10d", False][0] == found["exact", "staged", True][0], name
+            assert changed == (name != "exact"), name
+        assert found["exact", "c10d", False][0] == found["exact", "staged", True][0]

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from freescale.runtime.balance import assignment, integer_problem, native_swaps, partition, swaps
+from freescale.runtime.balance import assignment, integer_problem, native_swaps, partition, solver, swaps
 from freescale.runtime.balance.solver import METHODS, BalanceError, BalanceResult, balance
 
 EQUAL = ("default", "zigzag", "lpt", "kk")  # methods that move samples and keep counts equal
@@ -88,7 +88,7 @@ def instances(draw) -> tuple[np.ndarray, int]:
     return np.array(values, np.float64), ranks
 
 
-@given(instances(), st.sampled_from([m for m in METHODS if m != "local"]))
+@given(instances(), st.sampled_from(METHODS))
 @settings(max_examples=300, deadline=None)
 def test_every_sample_once_with_equal_counts(instance, method):
     costs, ranks = instance
@@ -325,33 +325,15 @@ def test_samples_longer_than_the_mean_load_are_reported():
     assert balance(costs, 1).oversized.tolist() == []
 
 
-def test_local_moves_nothing_and_pairs_heavy_with_light():
-    base_loads = np.array([[9.0, 1, 8, 2], [3, 3, 3, 3], [1, 2, 9, 8]])
-    home, base = (x.ravel() for x in np.meshgrid(np.arange(3), np.arange(4), indexing="ij"))
-    b = balance(base_loads.ravel(), 3, method="local", home=home, base=base)
-    assert b.moved_bytes == 0 and (b.rank == home).all()
-    step = b.step.reshape(3, 4)
-    assert step[0, 0] == step[0, 1] != step[0, 2] == step[0, 3]  # 9+1, 8+2
-    assert step[2, 0] == step[2, 2] != step[2, 1] == step[2, 3]  # 1+9, 2+8
-    assert b.straggler == pytest.approx(1 - (20 + 12 + 20) / 3 / 20) and b.straggler < b.before
-    assert [b.step[s] for s in b.samples_of(0)] == [0, 0, 1, 1]
-
-
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 10**6), st.data())
-@settings(max_examples=60, deadline=None)
-def test_local_uses_every_base_batch_once(ranks, batches, seed, data):
-    random = np.random.default_rng(seed)
-    home, base = (x.ravel() for x in np.meshgrid(np.arange(ranks), np.arange(batches), indexing="ij"))
-    steps = data.draw(st.integers(1, batches))
-    b = balance(random.lognormal(0, 1, len(home)), ranks, method="local", home=home, base=base, steps=steps)
-    assert b.straggler <= b.before + 1e-12
-    each = np.zeros((ranks, steps), int)
-    np.add.at(each, (b.rank, b.step), 1)
-    assert each.sum() == ranks * batches and each.max() <= -(-batches // steps)
-    for s in range(steps):  # the mean of every step is exact
-        mine = b.step == s
-        shares = [b.loss_weights[mine & (b.rank == r)] / max(each[r, s], 1) for r in range(ranks)]
-        np.testing.assert_allclose(np.concatenate(shares) / ranks, 1 / max(mine.sum(), 1))
+def test_local_is_deprecated_and_does_what_the_default_does(caplog):
+    """It warns once per process. `base` and `steps` were for it."""
+    solver._say_that_local_is_deprecated.cache_clear()
+    costs = lognormal(3 * 20, 5)
+    for more in ({}, {"base": np.arange(60) % 4, "steps": 2}):
+        local, default = balance(costs, 3, method="local", **more), balance(costs, 3)
+        assert (local.rank == default.rank).all() and local.method == default.method and not local.step.any()
+    (warning,) = caplog.messages
+    assert warning == "the balance method 'local' is deprecated, and an error in the next release; used instead: 'default'"
 
 
 def test_scale_of_costs_does_not_matter():
@@ -418,11 +400,9 @@ def test_same_result_in_another_process():
         (dict(costs=[1.0, 2.0], ranks=2, memory=[1, 1], memory_cap=np.nan), "memory cap must be a finite number"),
         (dict(costs=[1.0, 2.0], ranks=2, memory=[1, 9], memory_cap=8), "no assignment keeps 2 ranks .* cap of 8 bytes.*largest 9"),
         (dict(costs=[1.0, 2.0], ranks=2, memory=[1, 9], memory_cap=8, method="none"), "'none' leaves 9 bytes .* cap of 8"),
-        (dict(costs=[1.0, 2.0], ranks=2, method="best"), "default, none, zigzag, lpt, kk, local, variable; found 'best'"),
+        (dict(costs=[1.0, 2.0], ranks=2, method="best"), "default, none, zigzag, lpt, kk, variable; found 'best'"),
         (dict(costs=[1.0, 2.0, 3.0], ranks=2, counts=[3, 0], method="kk"), r"'kk' wants equal counts; found \[3, 0\]"),
         (dict(costs=[1.0, 2.0], ranks=2, home=[0, 0], counts=[1, 1], method="none"), "'none' moves nothing"),
-        (dict(costs=[1.0, 2.0], ranks=2, method="local"), "wants the base batch of each sample"),
-        (dict(costs=[1.0, 2.0], ranks=2, method="local", base=[0, 1], steps=3), "2 base batches make between 1 and 2 steps"),
         (dict(costs=[1.0, 2.0], ranks=2, method="variable", alpha=np.nan), "alpha must be a finite number"),
         (dict(costs=[1.0, 2.0], ranks=2, tolerance=-1.0), "tolerance is a share"),
         (dict(costs=[1.0, 2.0], ranks=2, budget=-1), "budget is a number of operations"),
