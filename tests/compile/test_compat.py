@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,6 +77,16 @@ def test_what_is_gone_of_a_library_names_its_version_and_that_of_torch(monkeypat
     assert found.startswith("torchrec 1.") and f", beside torch {torch.__version__}, lacks " in found
     assert "torchrec.distributed.embedding.ShardedEmbeddingCollection._device, " in found
     assert found.endswith("torchrec.distributed.embedding_lookup.GroupedEmbeddingsLookup") and "_env" not in found
+
+
+def test_what_is_gone_of_nixl(monkeypatch):
+    agent = type("nixl_agent", (), dict.fromkeys(probes.NIXL[":nixl_agent"].split()))
+    sync = SimpleNamespace(NIXL_THREAD_SYNC_STRICT=1)
+    library = SimpleNamespace(nixl_agent=agent, nixl_agent_config=None, nixl_thread_sync_t=sync)
+    monkeypatch.setattr(nixl, "library", lambda: library)
+    assert probes.missing(probes.NIXL) == []
+    del agent.send_notif, library.nixl_agent_config
+    assert probes.missing(probes.NIXL) == ["nixl_agent_config", "nixl_agent.send_notif"]
 
 
 @pytest.mark.parametrize(
