@@ -4,7 +4,10 @@ Everything else about the package is in pyproject.toml. This is not in its `ext-
 from 74.1 on: the setuptools of a machine without a network may be older. And a table could not say what is missing.
 """
 
+import importlib.util
+import sysconfig
 from glob import glob
+from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
@@ -16,7 +19,22 @@ NAME = "freescale.kernels.native._native"
 FLAGS = ["-O3", "-std=gnu11", "-Wall", "-ffp-contract=off"]
 
 
+# Python with a GIL has one name for libraries that any release of it loads; without one, each has its own.
+LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+
+def sources_digest() -> str:
+    spec: Any = importlib.util.spec_from_file_location("c_library", "kernels/native/c_library.py")
+    c_library = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(c_library)
+    return c_library.sources_digest(Path("kernels/native"))
+
+
 class BuildLibrary(build_ext):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.force = True  # times of files say nothing in a copy of a checkout
+
     def build_extension(self, ext: Any) -> None:
         try:
             super().build_extension(ext)
@@ -33,10 +51,11 @@ setup(
             NAME,
             sorted(glob("kernels/native/*.c")),
             depends=sorted(glob("kernels/native/*.h")),
+            define_macros=[("FS_SOURCES", f'"{sources_digest()}"')],
             extra_compile_args=FLAGS,
-            py_limited_api=True,  # any Python loads it
+            py_limited_api=LIMITED,
         )
     ],
     cmdclass={"build_ext": BuildLibrary},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED else {},
 )

@@ -90,7 +90,6 @@ start tests_nccl 1 400 "${gpu[@]}" tests/kernels/test_nccl.py
 start tests_transports_2 1 400 "${gpu[@]}" "${training}[2]"
 start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py tests/compile/test_kernel_launches.py tests/runtime/tables/test_plan_block.py tests/runtime/tables/test_fbgemm_table.py tests/runtime/tables/test_native_adam.py --deselect "$training"
 start torchrec 1 400 "${gpu[@]}" tests/kernels/test_torchrec_gpu.py tests/kernels/test_gpu_loops.py tests/models/test_torchrec_own.py
-start lookahead 1 200 "${gpu[@]}" tests/runtime/lookahead/test_begun_step.py
 start nixl 1 200 "${gpu[@]}" tests/kernels/test_nixl.py
 start transports 1 300 "${gpu[@]}" tests/kernels/test_transports.py
 start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_compression_kernels.py tests/kernels/test_compression.py tests/kernels/test_rounding.py tests/kernels/test_large_tables.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py

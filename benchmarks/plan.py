@@ -20,9 +20,10 @@ import torch
 
 from command_line import parser
 from freescale.kernels.native.memory_parts import split_arrays
-from freescale.kernels.planning import exchange_plan, native_plan
+from freescale.kernels.planning import native_plan
 from freescale.kernels.planning.batch_plan import Extents, Room
-from freescale.kernels.planning.native_batch import NativeBatchPlan
+from freescale.kernels.planning.native_batch import BatchPlan
+from freescale.kernels.planning.owners import ExchangeTables, Shard, owner_map
 from freescale.kernels.planning.rank_mesh import RankMesh
 from freescale.runtime.tables import step_plan
 
@@ -56,10 +57,10 @@ class OneRank:
         self.ids, self.world = ids, world
         self.block = -(-TABLE // world)
         shards = [
-            exchange_plan.Shard(0, r * self.block, min(self.block, TABLE - r * self.block), r, 0)
+            Shard(0, r * self.block, min(self.block, TABLE - r * self.block), r, 0)
             for r in range(world)
         ]
-        self.owners = exchange_plan.owner_map(shards, [TABLE], world)
+        self.owners = owner_map(shards, [TABLE], world)
         self.mass = np.cumsum(ids.chance(np.arange(self.block)))
         self.asked: list[np.ndarray] = []  # keys that it asked for, of the last two batches
         self.rows: list[np.ndarray] = []  # of each other rank: what it asks of this one, of the last two batches
@@ -114,7 +115,7 @@ def measure(rank: OneRank, batches: int) -> tuple[list[list[float]], step_plan.S
     ours, theirs = zip(*(socket.socketpair() for _ in range(rank.world - 1)), strict=True)
     for s in ours:
         s.setblocking(False)
-    plan = NativeBatchPlan(RankMesh([None, *ours], 0), [exchange_plan.ExchangeTables([0], [TABLE], rank.owners)], 600.0)
+    plan = BatchPlan(RankMesh([None, *ours], 0), [ExchangeTables([0], [TABLE], rank.owners)], 600.0)
     memories = [np.zeros(0, dtype=np.int64)] * 2  # in turn, as pinned memory would be
     for number in range(batches + 2):
         values = rank.draw()

@@ -16,8 +16,7 @@ the dense part stay on their rank, so that the embedding exchange is alone on th
     c10d        freescale over NCCL's all-to-all (gloo's with --device cpu); staged: over copy engines
     -ahead      with a LookaheadLoader; -balance: which moves samples between the ranks, too
     -planned    with LookaheadLoader(overlap=False): planned ahead, but rows and gradients travel in their own step
-    -chosen     with LookaheadLoader(overlap=None), the default: it has tried which of the two is faster
-    -waits      no step begins before all ranks have said that they begin it; -unmet: they do not tell each other
+    -unmet      ranks do not synchronize before a step: what that takes. Not safe
     -tables     two further tables, each with an exchange of its own: what an exchange costs the host
 
 All variants live in the same ranks and take turns, from the same weights every time. A step is the time between two
@@ -67,7 +66,7 @@ SIZES = {
     "cpu": {"8ms": (4, 12, 4, 1), "45ms": (4, 24, 4, 1), "150ms": (4, 48, 4, 1)},
 }
 QUICK = {
-    "cuda": ["plain", "c10d-ahead", "staged", "staged-ahead", "staged-planned", "staged-chosen"],
+    "cuda": ["plain", "c10d-ahead", "staged", "staged-ahead", "staged-planned"],
     "cpu": ["plain", "capture", "c10d", "c10d-ahead", "c10d-planned", "c10d-ahead-balance"],
 }
 HEADLINES = (
@@ -208,8 +207,6 @@ def show(found: dict[str, Any]) -> None:
     skew = by_name["dense"]["host_skew_ms"]
     print(f"  dense: the slowest rank's host takes {skew:.2f} ms longer than the mean one's")
     for r in found["rows"]:
-        if "overlaps" in r:
-            print(f"  {r['variant']}: steps {'overlap' if r['overlaps'] else 'are kept apart'}")
         if waits := {name: round(ms, 2) for name, ms in r.get("waits_ms", {}).items() if ms >= 0.005}:
             print(f"  {r['variant']} waits, ms: {waits}")
         if met := r.get("meeting_ms"):
@@ -247,8 +244,8 @@ def headlines(sizes: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def headlines_of_start(sizes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of 2 ranks, unless named. None: not measured. Look-ahead is as its loader chooses, if that is measured, else
-    with the faster setting of `overlap`. How busy the compute stream is: of the fastest, balanced or not; and
+    """Of 2 ranks, unless named. None: not measured. Look-ahead is with the faster setting of
+    `overlap`. How busy the compute stream is: of the fastest, balanced or not; and
     balanced. (As the batches come, a rank has nothing to do while another has more.) A meeting is the last rank's,
     which waits for nobody; of the slowest variant."""
     two = {s["size"]: {r["variant"]: r for r in s["rows"]} for s in sizes if s["ranks"] == 2}
@@ -257,8 +254,7 @@ def headlines_of_start(sizes: list[dict[str, Any]]) -> dict[str, Any]:
     for name, rows in two.items():
         ahead = []
         for v in ("c10d", "staged"):
-            settings = ("chosen",) if f"{v}-chosen" in rows else ("ahead", "planned")
-            with_it = [rows[f"{v}-{how}"] for how in settings if f"{v}-{how}" in rows]
+            with_it = [rows[f"{v}-{how}"] for how in ("ahead", "planned") if f"{v}-{how}" in rows]
             if v in rows and with_it:
                 over_none.append(min(r["step_ms"] for r in with_it) / rows[v]["step_ms"])
             ahead += with_it
@@ -325,7 +321,7 @@ def arguments() -> Any:
     legal = [v for v in VARIANTS if args.device == "cuda" or "staged" not in v]  # staged copies between GPUs
     if args.dense == "transformer":
         legal = [v for v in legal if "balance" not in v]  # histories of one length
-    every = [v.name for v in VARIANTS.values() if not v.meets and not v.compress and not v.further_tables]
+    every = [v.name for v in VARIANTS.values() if v.synchronizes and not v.compress and not v.further_tables]
     wanted = args.variants or (QUICK[args.device] if args.quick else every)
     args.variants = ["dense", *(v for v in legal if v in wanted and v != "dense")]
     known = SIZES[args.device]

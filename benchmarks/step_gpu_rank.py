@@ -42,7 +42,6 @@ class Block:
     meeting: list[float] = field(default_factory=list)  # of the training thread, whether the device waited or not
     bits: Any = None  # losses of all steps, digest of the table
     colliding: float | None = None
-    overlaps: bool | None = None  # where a LookaheadLoader chooses that
     balance: list[tuple[float, float, float]] = field(default_factory=list)  # of a step, in STRAGGLING
 
 
@@ -139,8 +138,6 @@ def as_block(trainee: Trainee, clock: Clock, host: np.ndarray, losses: list[torc
         block.exposed = [s["exposed"] * 1e3 for s in steps]
         for name in dict.fromkeys(name for s in steps for name in s["waits"]):
             block.waits[name] = [s["waits"].get(name, 0.0) * 1e3 for s in steps]
-    if trainee.variant.look_ahead:
-        block.overlaps = trainee.loader.overlaps
     if trainee.variant.balance:
         stats = trainee.loader.balance_stats()[WARM_UP:]
         block.balance = [tuple(s[name] for name in STRAGGLING) for s in stats if s["measured"] is not None]
@@ -204,8 +201,6 @@ def row(ranks: list[list[Block]], variant: Variant) -> dict[str, Any]:
             found["meeting_ms"] = meeting(ranks)
     if variant.balance and (shares := [share for b in every for share in b.balance]):
         found["straggling"] = dict(zip(STRAGGLING, np.mean(shares, 0).tolist(), strict=True))
-    if variant.look_ahead and variant.overlap is None:
-        found["overlaps"] = every[0].overlaps
     if variant.look_ahead and variant.overlap:
         found["colliding_share"] = float(np.mean([b.colliding for b in every]))
     return found
@@ -260,21 +255,14 @@ def compare(blocks: dict[str, list[list[Block]]], codegen: str, exact: bool = Tr
 
 def measure_size(name: str, world: World, trainees: dict[str, Trainee], say: Any) -> dict[str, Any]:
     """Every variant in turns."""
-    from freescale.runtime.lookahead import overlap_choice
-
     task = world.task
     size, exponent, steps, rounds = task.sizes[name]
     data = batches(task.shape, size, exponent, WARM_UP + steps + TAIL, world.device)
     order, blocks = list(trainees), {v: [] for v in trainees}
-    for variant, trainee in trainees.items():  # memory of this size, code of its kernels; what is chosen is
+    for variant, trainee in trainees.items():  # memory of this size, code of its kernels
         say("at", variant)
         train(trainee, data[: WARM_UP + TAIL])
-        steps_before = 0
-        if VARIANTS[variant].overlap is None:
-            trainee.loader = None  # what it has chosen for another size
-            steps_before = overlap_choice.DECIDED_AFTER
-        elif VARIANTS[variant].balance:
-            steps_before = FITTED_AFTER
+        steps_before = FITTED_AFTER if VARIANTS[variant].balance else 0
         for _ in range(-(-steps_before // len(data))):
             train(trainee, data)
     for turn in range(rounds):

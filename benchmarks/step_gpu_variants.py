@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,9 +25,9 @@ class Variant:
     look_ahead: bool = False
     balance: bool = False
     compress: str = ""  # as FREESCALE_COMPRESS
-    overlap: bool | None = True  # of a LookaheadLoader
+    overlap: bool = True  # of a LookaheadLoader
     further_tables: int = 0  # beside the one that all have
-    meets: str = ""  # how the ranks meet before a step, if not as they do by themselves: one of MEETINGS
+    synchronizes: bool = True  # ranks synchronize before a step, as they do in freescale
 
 
 DENSE, PLAIN = Variant("dense"), Variant("plain")
@@ -44,24 +44,20 @@ VARIANTS = {
         Variant("staged", "staged"),
         Variant("staged-ahead", "staged", look_ahead=True),
         Variant("staged-planned", "staged", look_ahead=True, overlap=False),
-        Variant("c10d-chosen", "c10d", look_ahead=True, overlap=None),
-        Variant("staged-chosen", "staged", look_ahead=True, overlap=None),
         Variant("staged-ahead-balance", "staged", look_ahead=True, balance=True),
         Variant("c10d-ahead-tables", "c10d", look_ahead=True, further_tables=2),
         Variant("staged-ahead-tables", "staged", look_ahead=True, further_tables=2),
         Variant("staged-planned-tables", "staged", look_ahead=True, overlap=False, further_tables=2),
-        Variant("staged-planned-waits", "staged", look_ahead=True, overlap=False, meets="waits"),
-        Variant("staged-chosen-waits", "staged", look_ahead=True, overlap=None, meets="waits"),
-        Variant("c10d-planned-unmet", "c10d", look_ahead=True, overlap=False, meets="never"),
-        Variant("staged-planned-unmet", "staged", look_ahead=True, overlap=False, meets="never"),
+        Variant("c10d-planned-unmet", "c10d", look_ahead=True, overlap=False, synchronizes=False),
+        Variant("staged-planned-unmet", "staged", look_ahead=True, overlap=False, synchronizes=False),
         Variant("staged-ahead-lossy", "staged", "all,compress_exchange", True, compress="rows:0.2,which=all"),
     )
 }
 # Of each group, all must have the same bits: the same graphs, carried by something else. Inductor fuses other graphs
 # differently, and then rounds elsewhere; without it, all graphs must agree.
 _OF_ONE_STEP = ("c10d", "staged")
-_PLANNED = ("c10d-planned", "staged-planned", "staged-planned-waits", "c10d-planned-unmet", "staged-planned-unmet")
-_AHEAD = ("c10d-ahead", "staged-ahead", "c10d-chosen", "staged-chosen", "staged-chosen-waits")
+_PLANNED = ("c10d-planned", "staged-planned", "c10d-planned-unmet", "staged-planned-unmet")
+_AHEAD = ("c10d-ahead", "staged-ahead")
 SAME_BITS = {
     "inductor": (_OF_ONE_STEP, _AHEAD, _PLANNED),
     "eager": (("capture", *_OF_ONE_STEP, *_AHEAD, *_PLANNED),),
@@ -133,16 +129,8 @@ class World:
         return {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
 
 
-def waiting_for_all() -> Any:
-    """No rank begins a step before it has heard that all others do."""
-    from freescale.runtime.lookahead.begun_step import RowsOfBegunStep
-
-    return mock.patch.object(RowsOfBegunStep, "may_begin", lambda *_: False)
-
-
-def without_meeting() -> Any:
-    """Every rank takes it for granted that the others begin the same step. Not safe, and not an option of freescale."""
-    from freescale.runtime.lookahead.begun_step import RowsOfBegunStep
+def without_synchronization() -> Any:
+    """Every rank takes it for granted that the others start the same step. Not safe, and not an option of freescale."""
     from freescale.runtime.lookahead.rank_status import Action, RankStatus, RankSync
 
     gather = RankSync._gather
@@ -150,13 +138,7 @@ def without_meeting() -> Any:
     def taken_for_granted(self: RankSync, own: RankStatus) -> list[list[int]]:
         return [list(own)] * self._world if own.action == Action.TRAIN else gather(self, own)
 
-    patches = ExitStack()
-    patches.enter_context(mock.patch.object(RowsOfBegunStep, "may_begin", lambda *_: False))
-    patches.enter_context(mock.patch.object(RankSync, "_gather", taken_for_granted))
-    return patches
-
-
-MEETINGS = {"": nullcontext, "waits": waiting_for_all, "never": without_meeting}
+    return mock.patch.object(RankSync, "_gather", taken_for_granted)
 
 
 class Trainee:
@@ -177,7 +159,7 @@ class Trainee:
                 options = {"balance": self.variant.balance, "overlap": self.variant.overlap}
                 self.loader = freescale.LookaheadLoader(data, self.model, **options)
             self.loader.loader = data
-            with MEETINGS[self.variant.meets]():
+            with nullcontext() if self.variant.synchronizes else without_synchronization():
                 yield from self.loader
             return
         for number, batch in enumerate(data):

@@ -18,7 +18,7 @@ from freescale.compat import dynamo, dynamo_settings, inductor, planned_sizes
 from freescale.driver import Driver
 from freescale.kernels.ops.schemas import direct_ops
 from freescale.kernels.transports import open_transports
-from freescale.runtime import agreement, graph_watch
+from freescale.runtime import agreement
 from freescale.runtime.tables import torchrec_collection, torchrec_support
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,7 @@ def freescale(
         raise
     if not _has_exchange(gm):
         return compiled
-    may_be_alone = dynamo.ends_with_its_call(gm) and not _needs_other_ranks(gm)
-    return _meet_before_first_run(compiled, cfg, before_first_run, before_each_run, may_be_alone)
+    return _meet_before_first_run(compiled, cfg, before_first_run, before_each_run)
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], driver: Driver) -> Callable[..., Any]:
@@ -87,41 +86,24 @@ def _has_exchange(gm: fx.GraphModule) -> bool:
     return _calls(gm, "freescale")
 
 
-def _needs_other_ranks(gm: fx.GraphModule) -> bool:
-    """For more than launches of rows that were planned beforehand, and waits for them."""
-    collective = ("c10d", "distributed", "plan_now", "count_values", "checked_rows", "checked_weights")
-    return any(name in t for t in _targets(gm) if "wait_tensor" not in t for name in collective)
-
-
 def _calls(gm: fx.GraphModule, *names: str) -> bool:
     """The graph calls something with such a name."""
-    return any(name in t for t in _targets(gm) for name in names)
-
-
-def _targets(gm: fx.GraphModule) -> list[str]:
-    """Of its nodes, and those in the body of an autograd.Function."""
-    modules = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    return [str(n.target) for m in modules for n in m.graph.nodes]
+    modules = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]  # also the body of an autograd.Function
+    return any(name in str(n.target) for m in modules for n in m.graph.nodes for name in names)
 
 
 def _meet_before_first_run(
     compiled: Callable[..., Any], cfg: config.Config, before_first_run: Callable[[Sequence[Any]], None] | None,
-    before_each_run: Callable[[Sequence[Any]], None] | None, may_be_alone: bool,
+    before_each_run: Callable[[Sequence[Any]], None] | None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Ranks compare their settings before the first graph with these settings runs for the first time; then comes what
-    else a graph wants done before it does. `may_be_alone`: as in graph_watch.py, if the graph begins with its call."""
+    else a graph wants done before it does."""
     settings: dict[str, object] = {f"FREESCALE_{k.upper()}": v for k, v in cfg.affecting_graphs().items()}
     settings["torch"] = torch.__version__
     key = repr(sorted(settings.items()))
 
-    alone: bool | None = None
-
     def run(*args: Any) -> Any:
-        nonlocal before_first_run, alone
-        if (watch := graph_watch.watch) is not None:
-            watch(bool(alone))
-            if alone is None:
-                alone = may_be_alone and dynamo.begins_with_its_call()
+        nonlocal before_first_run
         if key not in _settings_compared:
             agreement.agree(settings, cfg.timeout)
             _settings_compared.add(key)

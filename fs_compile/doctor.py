@@ -52,7 +52,7 @@ class Facts:
     transports: dict[str, str] = field(default_factory=dict)  # "yes", or "no: " and the reason
     transport_rule: list[str] = field(default_factory=list)  # how `auto` chooses, in sentences
     tables: dict[str, str] = field(default_factory=dict)  # the same as of transports
-    c_library: str = "no"  # the same; without it Python does the same, more slowly
+    c_library: str = "no"  # the same
     settings: dict[str, Any] | None = None  # None: a flag is bad
     missing: list[Missing] = field(default_factory=list)
 
@@ -166,8 +166,8 @@ def _examine_c_library(facts: Facts) -> None:
     why = c_library.problem()
     facts.c_library = "yes" if why is None else f"no: {why}"
     if why is not None:
-        remedy = "Python does the same more slowly, and holds the GIL."
-        facts.missing.append(Missing(f"freescale's C library: {why}", remedy))
+        remedy = "Without it no batch can be planned, so no sharded table can be used."
+        facts.missing.append(Missing(f"freescale's C library: {why}", remedy, fatal=True))
 
 
 def _examine_tables(facts: Facts) -> None:

@@ -11,16 +11,16 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import LATE, URGENT, implement, lib
-from freescale.kernels.planning import exchange_plan, keyed_lengths, row_requests
+from freescale.kernels.ops.schemas import LATE, implement, lib
+from freescale.kernels.planning import keyed_lengths, native_batch, row_requests
 from freescale.kernels.planning.batch_plan import unless_nobody_sends
+from freescale.kernels.planning.owners import ExchangeTables, OwnerMap, first_invalid_id
 from freescale.kernels.transports import c10d, launch_record
 
 RUN_LENGTH = 512  # entries of a segment that are added one after another
 
 _ops = torch.ops.freescale
 _wait = torch.ops._c10d_functional.wait_tensor.default
-_LAUNCH_OF_ROWS = launch_record.RowsLaunch(_ops.all_to_all_rows_launch.default, copies=False)
 
 
 def exchange_forward(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
@@ -41,8 +41,6 @@ def exchange_backward(
 def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
     # The send buffer is the op's own: the Work holds it until it is done, also where the wait is in a later graph.
     packed = table_registry.gather_rows(table, rows)
-    if priority == URGENT:
-        launch_record.rows_launches[table] = _LAUNCH_OF_ROWS
     return _launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, group_name)
 
 
@@ -107,7 +105,7 @@ def sum_rows(x, order, ends):
 
 def sum_wide(x, order, ends):
     """sum_rows in the data type of x."""
-    x, sizes = x.index_select(0, order), exchange_plan.segment_sizes(ends)
+    x, sizes = x.index_select(0, order), ends.diff(prepend=ends.new_zeros(1))
     if order.shape[0] > RUN_LENGTH and int(sizes.max()) > RUN_LENGTH:
         runs = (sizes + RUN_LENGTH - 1) // RUN_LENGTH
         segment = torch.repeat_interleave(runs)
@@ -136,20 +134,18 @@ def update_(token, grad, rows, order, ends, priority, table):
 def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name, fault=None):
     table_registry.count_lookup(table)
     device = ids[0].device
-    owners = exchange_plan.OwnerMap(bounds, shifts, starts)
+    tables = ExchangeTables(firsts, sizes, OwnerMap(bounds, shifts, starts))
     group = distributed.group_by_name(group_name)
     with launch_record.record_host_wait("planning in the step"):
-        on_host = [i.cpu() for i in ids]
-        requests = row_requests.request_rows(on_host, firsts, sizes, owners, table, group, _fault(fault))
-    needed, own = requests.needed, exchange_plan.deduplicate(requests.rows)
-    as_requester = [t.to(device) for t in (requests.inverse, needed.order, needed.ends)]
-    as_owner = [t.to(device) for t in (own.values, own.order, own.ends)]
-    return (*as_requester, requests.recv_counts, requests.rows.to(device), requests.send_counts, *as_owner)
+        made = native_batch.plan_alone([i.cpu() for i in ids], tables, table, group, _fault(fault))
+    inverse, order, ends, recv_counts, rows, send_counts, *own = made
+    as_requester = [t.to(device) for t in (inverse, order, ends)]
+    return (*as_requester, recv_counts, rows.to(device), send_counts, *(t.to(device) for t in own))
 
 
 def checked_rows(ids, firsts, sizes, table, group_name, fault=None):
     group = distributed.group_by_name(group_name)
-    invalid = exchange_plan.first_invalid_id(ids, sizes)
+    invalid = first_invalid_id(ids, sizes)
     with launch_record.record_host_wait("planning in the step"):
         row_requests.compare_invalid_ids(invalid, table, group, _fault(fault))
     return torch.cat([i.long() + first for i, first in zip(ids, firsts, strict=True)])

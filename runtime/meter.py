@@ -184,6 +184,12 @@ class Meter:
     def clear(self) -> None:
         self._steps.clear()
 
+    def host_bound_share(self, last: int = 100) -> float:
+        """The share of the last steps in which the GPU had no work because of the host; 0.0 without a GPU."""
+        known = [summary(s) for s in list(self._steps)[-last:] if is_known(s)]
+        seconds = sum(s["seconds"] for s in known)
+        return sum(s["host_bound"] for s in known) / seconds if seconds else 0.0
+
     def listen(self, listener: Callable[[FinishedStep], None]) -> Callable[[], None]:
         """Call `listener` with every step that ends, in the training thread. Returns a function that ends it."""
         self._listeners.append(listener)

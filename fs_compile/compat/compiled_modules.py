@@ -47,13 +47,6 @@ def called_past_compile() -> torch.nn.Module | None:
     return found
 
 
-def count_forward_hooks(module: torch.nn.Module) -> int:
-    """Of a compiled module, and of the one inside what torch.compile returned."""
-    inside = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
-    modules = (module,) if inside is module else (module, inside)
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
-
-
 class AroundCompiledCall:
     """Until `remove`, `before` and `after` run around every call of a module that was compiled in place, `after` also
     where the call fails.

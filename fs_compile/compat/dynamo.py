@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import torch
-from torch._dynamo import eval_frame
 
 from freescale.compat import dynamo_settings
 
@@ -107,24 +104,6 @@ def graph_breaks() -> dict[str, int]:
     from torch._dynamo.utils import counters
 
     return dict(counters["graph_break"])
-
-
-def ends_with_its_call(gm: Any) -> bool:
-    """The graph that a backend is given goes on to the end of the compiled call: no graph break ends it."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    return reason is not None and not reason.graph_break
-
-
-def begins_with_its_call() -> bool:
-    """Called by a backend's function when a graph runs: nothing of the compiled call has run before the graph. (Else it
-    is that of a function inside, or of what Dynamo made of the rest after a graph break.)"""
-    torch_folder, frame, outside_torch = str(Path(torch.__file__).parent), inspect.currentframe(), 0
-    frame = frame and frame.f_back  # the backend's function
-    while (frame := frame and frame.f_back) is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == eval_frame.__file__:
-            return outside_torch == 1  # the function itself
-        outside_torch += not frame.f_code.co_filename.startswith(torch_folder)
-    return False
 
 
 def is_ddp_break(reason: str) -> bool:

@@ -1,4 +1,5 @@
-/* All of planning for a batch, with the other ranks, without Python: what exchange_plan.py and row_requests.py define.
+/* All of planning for a batch, with the other ranks, without Python. The oracle of the tests does the same in NumPy:
+ * tests/support/planning_oracle.py.
  *
  * A batch is planned in two steps. request_batch groups its ids and tells all ranks how many rows it requests from
  * each, or why it does not go on; if all go on, fs_plan_batch exchanges the rows and plans this batch's rows and the
@@ -78,7 +79,7 @@ void fs_free_batch_plan(batch_plan *p) {
         for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) free(all[i]->memory);
         free_requests(x->of);
         free_requests(x->of + 1);
-        if (x->workspace) fs_free_workspace(x->workspace);
+        if (x->workspace) free_workspace(x->workspace);
     }
     free(p->each);
     free(p->messages);
@@ -99,7 +100,7 @@ batch_plan *fs_new_batch_plan(mesh *mesh, i64 world, i64 exchanges, const row_ow
     for (i64 e = 0; ok && e < exchanges; e++) {
         exchange *x = p->each + e;
         x->owners = owners + e;
-        x->workspace = fs_new_workspace();
+        x->workspace = new_workspace();
         ok = x->workspace && room(&x->message_counts, world * sizeof(i64)) && room(&x->told_counts, world * sizeof(i64));
         for (int b = 0; b < 2; b++)
             ok = ok && room(&x->of[b].recv_counts, world * sizeof(i64)) && room(&x->of[b].send_counts, world * sizeof(i64));
@@ -130,7 +131,7 @@ static i64 request_rows(exchange *x, requests *r, const feature_ids *ids, i64 *i
     r->n = total(ids->lengths, x->owners->features);
     i64 *ends = room(&x->ends, r->n * sizeof(i64)), *rows = room(&x->own_rows, r->n * sizeof(i64));
     if (!ends || !rows) return NO_MEMORY;
-    return request_keys(x->workspace, ids, x->owners, ends, 0, rows, r->recv_counts.memory, invalid);
+    return request_keys(x->workspace, ids, x->owners, ends, rows, r->recv_counts.memory, invalid);
 }
 
 /* Whose gradients are planned with the rows of the batch that is planned; 0: nobody's. */
@@ -363,7 +364,7 @@ static i64 plan_rows(const batch_plan *p, i64 e, const feature_ids *all, writer 
 /* The owner's distinct rows, their order and ends. */
 static i64 plan_update(exchange *x, const i64 *rows, i64 n, writer *w, extent *layout) {
     i64 *values = place_array(w, layout, n), *order = place_array(w, layout + 1, n), *ends = place_array(w, layout + 2, n);
-    i64 distinct = fs_deduplicate(x->workspace, rows, n, values, order, ends);
+    i64 distinct = deduplicate(x->workspace, rows, n, values, order, ends);
     layout[0].size = layout[2].size = distinct;
     return distinct < 0 ? distinct : 0;
 }

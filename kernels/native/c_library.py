@@ -1,12 +1,14 @@
 """The C code of this package: one library, built when freescale is installed (setup.py) and called through ctypes.
 
 What is in C would otherwise hold the GIL while the training thread needs it; ctypes releases the GIL for as long as a
-call lasts. Each such function has a definition in Python that gives the same bits and takes over without the library.
+call lasts. Planning needs the library. Everything else in it has a definition in Python that gives the same bits and
+takes over without it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,13 @@ def load() -> ctypes.CDLL | None:
         return None
 
 
+def require() -> ctypes.CDLL:
+    try:
+        return _load()
+    except OSError as error:
+        raise RuntimeError(f"freescale: this rank cannot plan batches: {error}") from None
+
+
 def problem() -> str | None:
     """Why there is no library and what to do; None where there is one."""
     try:
@@ -40,10 +49,19 @@ def _load() -> ctypes.CDLL:
     found = next(_FOLDER.glob("_native*.so"), None)
     if found is None:
         raise OSError(f"its C library is not in {_FOLDER}: {build_it}")
-    # In a checkout the sources are there, too. The library of others may read past the end of what it is passed.
-    if any(source.stat().st_mtime > found.stat().st_mtime for source in _FOLDER.glob("*.[ch]")):
-        raise OSError(f"its C code has changed since its library was built: {build_it}")
     try:
-        return ctypes.CDLL(str(found))
-    except OSError as error:
+        library = ctypes.CDLL(str(found))
+        library.fs_sources.restype = ctypes.c_char_p
+        built_of = library.fs_sources().decode()
+    except (OSError, AttributeError) as error:
         raise OSError(f"its C library does not load ({error}): {build_it}") from error
+    # In a checkout the sources are there, too. The library of others may read past the end of what it is passed.
+    if any(_FOLDER.glob("*.[ch]")) and built_of != sources_digest(_FOLDER):
+        raise OSError(f"its C code has changed since its library was built: {build_it}")
+    return library
+
+
+def sources_digest(folder: Path) -> str:
+    """Of the C code; setup.py compiles it into the library. Times of files do not survive every copy of a checkout."""
+    files = sorted(folder.glob("*.[ch]"))
+    return hashlib.sha256(b"".join(f.name.encode() + b"\0" + f.read_bytes() for f in files)).hexdigest()[:16]

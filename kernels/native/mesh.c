@@ -1,26 +1,34 @@
 /* Connections between ranks (rank_mesh.py makes them). Over one to every other rank, each sends each a message, of any
- * size, which both sides know beforehand; over a few, all ranks compare some numbers. Where the ranks share memory,
- * messages that find room there go through it. */
+ * size, which both sides know beforehand; over a few, all ranks compare some numbers. Without connections, the caller
+ * carries the messages. */
 
 #include <errno.h>
 #include <poll.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
 
 #include "planning.h"
 
 #define MOST_NUMBERS 15 /* that are compared at once */
+#define GAVE_UP (-1)    /* in place of whether all say the same */
 #define MAX_PIECES 512 /* in one call of the kernel; it takes at most 1024 */
+
+typedef struct { /* what is still to be sent to a rank, or to come from it */
+    struct iovec *pieces;
+    i64 left;
+} stream;
 
 struct mesh {
     i64 world, rank;
     int *connections; /* [world] */
     buffer pieces, streams, polls;
-    mailboxes shared;
-    i64 rounds, calls; /* exchanges so far, and how often a connection was used in them */
+    carrier carry; /* in place of connections; or none */
 };
 
-mesh *fs_new_mesh(i64 world, i64 rank, const int *connections) {
+/* With `carry`, which is called for each exchange, there need be no connections: all of them are -1. */
+mesh *fs_new_mesh(i64 world, i64 rank, const int *connections, carrier carry) {
     mesh *m = calloc(1, sizeof(mesh));
     int *copy = malloc(world * sizeof(int));
     if (!m || !copy) {
@@ -30,6 +38,7 @@ mesh *fs_new_mesh(i64 world, i64 rank, const int *connections) {
     }
     m->world = world;
     m->rank = rank;
+    m->carry = carry;
     m->connections = memcpy(copy, connections, world * sizeof(int));
     return m;
 }
@@ -42,14 +51,10 @@ void fs_free_mesh(mesh *m) {
     free(m);
 }
 
-/* Memory that all ranks of the mesh share, a box for each; zeros at first. */
-i64 fs_share_mesh(mesh *m, void *memory, i64 box_bytes) {
-    return mailboxes_open(&m->shared, memory, box_bytes, m->world) ? 0 : NO_MEMORY;
-}
-
-void fs_mesh_counts(const mesh *m, i64 *rounds, i64 *calls) {
-    *rounds = m->rounds;
-    *calls = m->calls;
+static inline double seconds_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
 static void add_piece(stream *s, const char *begin, size_t size) {
@@ -109,23 +114,17 @@ static stream *begin_exchange(mesh *m, const messages *all, i64 kinds) {
 }
 
 i64 mesh_exchange(mesh *m, const messages *all, i64 kinds, double seconds, i64 *failed) {
+    if (m->carry) return m->carry(all, kinds);
     stream *streams = begin_exchange(m, all, kinds);
     if (!streams) return NO_MEMORY;
     struct pollfd *polls = m->polls.memory;
     double end = seconds_now() + seconds;
-    m->rounds++;
-    if (m->shared.memory) {
-        mailboxes_post(&m->shared, m->world, m->rank, streams);
-        i64 result = mailboxes_read(&m->shared, m->world, m->rank, streams + m->world, m->connections, end, failed);
-        if (result) return result;
-    }
     for (i64 rank = 0; rank < m->world; rank++) polls[rank].revents = POLLIN | POLLOUT; /* try each once */
     while (1) {
         i64 waiting = 0;
         for (i64 rank = 0; rank < m->world; rank++) {
             stream *to = streams + rank, *from = streams + m->world + rank;
             int connection = m->connections[rank];
-            if (polls[rank].revents) m->calls += (to->left > 0) + (from->left > 0);
             /* Only those that poll has named: else every message that comes would cost a call for every rank. */
             if (polls[rank].revents && (move_bytes(connection, to, 1) || move_bytes(connection, from, 0))) {
                 *failed = rank;
@@ -158,7 +157,10 @@ static i64 move_all(int connection, void *bytes, size_t size, int sends, double 
 
 /* Whether all ranks give the same numbers, or what went wrong, and with which rank. Each tells the rank 1, 2, 4, ... ahead
  * whether all that it has heard of, so many ranks up to itself, say the same: after log2(world) messages it has heard of
- * all. So if two ranks differ, every rank gets to know. */
+ * all. So if two ranks differ, every rank gets to know.
+ *
+ * A rank that timed out says so (fs_give_up): one that arrives later finds what that rank had said before, and would take
+ * it for agreement. */
 i64 fs_all_same(mesh *m, const i64 *numbers, i64 count, double seconds, i64 *failed) {
     i64 sent[1 + MOST_NUMBERS], came[1 + MOST_NUMBERS];
     size_t size = (1 + count) * sizeof(i64);
@@ -170,7 +172,21 @@ i64 fs_all_same(mesh *m, const i64 *numbers, i64 count, double seconds, i64 *fai
         i64 status = move_all(m->connections[*failed = to], sent, size, 1, end);
         if (!status) status = move_all(m->connections[*failed = from], came, size, 0, end);
         if (status) return status;
+        if (came[0] == GAVE_UP) return RANK_LEFT;
         sent[0] = sent[0] && came[0] && !memcmp(sent + 1, came + 1, count * sizeof(i64));
     }
+    for (i64 distance = 1; distance < m->world; distance *= 2) {
+        i64 from = *failed = (m->rank - distance + m->world) % m->world, next = 0;
+        i64 got = recv(m->connections[from], &next, sizeof(next), MSG_PEEK | MSG_DONTWAIT);
+        if (got == sizeof(next) && next == GAVE_UP) return RANK_LEFT;
+        if (got < 0 && errno == ECONNRESET) return RANK_LEFT;
+    }
     return sent[0];
+}
+
+/* This rank does not wait for the others any more. */
+void fs_give_up(mesh *m) {
+    i64 word[1 + MOST_NUMBERS] = {GAVE_UP};
+    for (i64 rank = 0; rank < m->world; rank++)
+        if (m->connections[rank] >= 0) send(m->connections[rank], word, sizeof(word), MSG_DONTWAIT | MSG_NOSIGNAL);
 }

@@ -1,9 +1,12 @@
-/* Planning of an exchange: sort, group and compare row numbers. Integers only, so there is one right answer, and
- * exchange_plan.py says which. Functions write into memory of their caller and return a count, or what went wrong. */
+/* Planning of an exchange: sort, group and compare row numbers. Integers only, so there is one right answer;
+ * tests/support/planning_oracle.py has it in NumPy. Functions write into memory of their caller and return a count, or
+ * what went wrong. */
 
 #include <string.h>
 
 #include "planning.h"
+
+const char *fs_sources(void) { return FS_SOURCES; } /* the digest of the C code: c_library.py */
 
 #define DIGIT_BITS 11      /* of a value, by which items are sorted at once; also, at most, of the number of parts */
 #define ITEMS_OF_PART 4096 /* about: both copies stay in the cache of a core while they are sorted */
@@ -15,9 +18,9 @@ struct workspace {
     int is_narrow;
 };
 
-workspace *fs_new_workspace(void) { return calloc(1, sizeof(workspace)); }
+workspace *new_workspace(void) { return calloc(1, sizeof(workspace)); }
 
-void fs_free_workspace(workspace *w) {
+void free_workspace(workspace *w) {
     buffer *all[] = {&w->items, &w->more_items, &w->values, &w->ends, &w->counts, &w->begins, &w->table};
     for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) free(all[i]->memory);
     free(w);
@@ -187,9 +190,9 @@ static inline i64 position(const workspace *w, i64 i) {
     return (i64)(w->is_narrow ? NARROW_POSITION(((narrow *)w->sorted)[i]) : WIDE_POSITION(((wide *)w->sorted)[i]));
 }
 
-/* exchange_plan.deduplicate of n values that are not negative. All three have room for n. Returns how many are
- * distinct. */
-i64 fs_deduplicate(workspace *w, const i64 *input, i64 n, i64 *values, i64 *order, i64 *ends) {
+/* The distinct ones of n values that are not negative, ascending; and the positions of each, ascending: a segment of
+ * `order`, which ends where `ends` says. All three have room for n. Returns how many are distinct. */
+i64 deduplicate(workspace *w, const i64 *input, i64 n, i64 *values, i64 *order, i64 *ends) {
     i64 largest = 0;
     int ascending = 1;
     for (i64 i = 0; i < n; i++) largest = input[i] > largest ? input[i] : largest;
@@ -228,10 +231,9 @@ static i64 below(const i64 *values, i64 n, i64 bound) {
 /* The distinct keys of a batch's ids, ascending: where the positions of each end in the order of keys (`ends`), its row
  * at the owner (`rows`), and how many keys each owner has (`counts`). Rows are numbered table after table, and `bound` is
  * above all numbers. Shards are consecutive row numbers from `bounds` on; `shard_order` has them in the order of their
- * keys. All but `counts` have room for each id. Without `keys`, they are not written. Returns how many keys there are; or
- * INVALID_ID, with the first (feature, id) that its table does not have. */
-i64 request_keys(workspace *w, const feature_ids *all, const row_owners *owners, i64 *ends, i64 *keys, i64 *rows,
-                 i64 *counts, i64 *invalid) {
+ * keys. All but `counts` have room for each id. Returns how many keys there are; or INVALID_ID, with the first (feature, id) that its table does not have. */
+i64 request_keys(workspace *w, const feature_ids *all, const row_owners *owners, i64 *ends, i64 *rows, i64 *counts,
+                 i64 *invalid) {
     values_of_ids v = {.all = all, .features = owners->features, .first_rows = owners->first_rows,
                        .table_sizes = owners->table_sizes};
     for (i64 f = 0; f < owners->features; f++) v.n += all->lengths[f];
@@ -255,7 +257,6 @@ i64 request_keys(workspace *w, const feature_ids *all, const row_owners *owners,
             rows[key + i] = values[first + i] + to_row;
             ends[key + i] = value_ends[first + i] + moved;
         }
-        for (i64 i = 0; keys && i < size; i++) keys[key + i] = values[first + i] + owners->shifts[s];
         counts[owner] += size;
         key += size;
         entries = ends[key - 1];
@@ -272,7 +273,7 @@ i64 request_keys(workspace *w, const feature_ids *all, const row_owners *owners,
         for (i64 k = 0; k < owners->shards; k++) {                                                                \
             i64 s = owners->shard_order[k], v = begins[s], last = begins[s + 1];                                  \
             for (i64 i = v ? value_ends[v - 1] : 0; v < last; v++, key++) {                                       \
-                i64 place = places ? places[key] : key;                                                           \
+                i64 place = places[key];                                                                          \
                 for (i64 end = value_ends[v]; i < end; i++) {                                                     \
                     i64 at = (i64)POSITION(sorted[i]);                                                            \
                     *order++ = at;                                                                                \
@@ -284,18 +285,10 @@ i64 request_keys(workspace *w, const feature_ids *all, const row_owners *owners,
 DEFINE_PLACE_POSITIONS(narrow, NARROW_POSITION)
 DEFINE_PLACE_POSITIONS(wide, WIDE_POSITION)
 
-/* After request_keys, with nothing else in between: the positions in the order of their keys, as in
- * exchange_plan.Deduplicated, and for each position the place of its key; without `places`, which key it is. */
+/* After request_keys, with nothing else in between: the positions in the order of their keys, those of one key ascending,
+ * and for each position the place of its key. */
 void place_positions(const workspace *w, const row_owners *owners, const i64 *places, i64 *order, i64 *inverse) {
     (w->is_narrow ? place_positions_narrow : place_positions_wide)(w, owners, places, order, inverse);
-}
-
-/* Both: what a rank requests. */
-i64 fs_request(workspace *w, const feature_ids *all, const row_owners *owners, i64 *order, i64 *ends, i64 *inverse,
-               i64 *keys, i64 *rows, i64 *counts, i64 *invalid) {
-    i64 distinct = request_keys(w, all, owners, ends, keys, rows, counts, invalid);
-    if (distinct > 0) place_positions(w, owners, 0, order, inverse);
-    return distinct;
 }
 
 /* Which of `a` are among `b`, and which of `b` among `a`. None is negative; both may hold duplicates. */

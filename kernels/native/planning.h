@@ -5,8 +5,6 @@
 
 #include <stdint.h>
 #include <stdlib.h>
-#include <sys/uio.h>
-#include <time.h>
 
 #define NO_MEMORY (-1)
 #define INVALID_ID (-2)
@@ -34,31 +32,24 @@ static inline void *room(buffer *b, size_t size) {
     return b->memory;
 }
 
-static inline double seconds_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + 1e-9 * t.tv_nsec;
-}
-
 /* planning.c: one batch of one exchange on one rank. */
 typedef struct workspace workspace;
-workspace *fs_new_workspace(void);
-void fs_free_workspace(workspace *);
-i64 fs_deduplicate(workspace *, const i64 *input, i64 n, i64 *values, i64 *order, i64 *ends);
+workspace *new_workspace(void);
+void free_workspace(workspace *);
+i64 deduplicate(workspace *, const i64 *input, i64 n, i64 *values, i64 *order, i64 *ends);
 
 typedef struct { /* ids of some features */
     const void *const *ids;
     const i64 *lengths, *is_int64;
 } feature_ids;
 
-typedef struct { /* where the rows of an exchange are; exchange_plan.OwnerMap */
+typedef struct { /* where the rows of an exchange are; owners.OwnerMap */
     i64 features, shards, world, bound;
     const i64 *first_rows, *table_sizes; /* of each feature */
     const i64 *bounds, *shifts, *shard_order, *starts;
 } row_owners;
 
-i64 request_keys(workspace *, const feature_ids *, const row_owners *, i64 *ends, i64 *keys, i64 *rows, i64 *counts,
-                 i64 *invalid);
+i64 request_keys(workspace *, const feature_ids *, const row_owners *, i64 *ends, i64 *rows, i64 *counts, i64 *invalid);
 void place_positions(const workspace *, const row_owners *, const i64 *places, i64 *order, i64 *inverse);
 i64 intersect(workspace *, const i64 *a, i64 size_a, const i64 *b, i64 size_b, uint8_t *in_b, uint8_t *in_a);
 
@@ -71,23 +62,9 @@ typedef struct { /* consecutive messages of one kind, one for each rank */
     i64 width;                            /* bytes of an element */
 } messages;
 
+typedef i64 (*carrier)(const messages *, i64 kinds); /* of the caller; returns 0, or RANK_LEFT */
+
 /* Returns 0, or what went wrong, and with which rank. */
 i64 mesh_exchange(mesh *, const messages *, i64 kinds, double seconds, i64 *rank);
-
-typedef struct { /* what is still to be sent to a rank, or to come from it */
-    struct iovec *pieces;
-    i64 left;
-} stream;
-
-/* mailboxes.c: the same within a host, through shared memory. */
-typedef struct {
-    char *memory; /* [world] boxes; NULL without */
-    i64 box_bytes, page_bytes, room;
-    uint32_t round;
-} mailboxes;
-
-int mailboxes_open(mailboxes *, void *memory, i64 box_bytes, i64 world);
-void mailboxes_post(mailboxes *, i64 world, i64 own, stream *to);
-i64 mailboxes_read(mailboxes *, i64 world, i64 own, stream *from, const int *connections, double end, i64 *failed);
 
 #endif

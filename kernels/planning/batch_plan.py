@@ -1,4 +1,4 @@
-"""What planning a batch results in, however it is done: native_batch.py, reference_batch.py.
+"""What planning a batch results in (native_batch.py).
 
 The arrays of all exchanges stand in one piece of int64 memory, from which one copy brings them to a device.
 """
@@ -8,13 +8,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-
-from freescale.kernels.planning.row_requests import Headers
 
 # The arrays of an exchange: first those for the rows of a batch,
 ROWS_ARRAYS = ("ids", "inverse", "order", "ends", "early_rows", "urgent_rows")
@@ -77,6 +74,9 @@ class Extents:
         place = 2 * range(self.begin, self.end)[i]
         return Extent(self.numbers[place], self.numbers[place + 1])
 
+    def __iter__(self) -> Iterator[Extent]:
+        return map(self.__getitem__, range(self.end - self.begin))
+
     def first(self, n: int) -> Extents:
         return Extents(self.numbers, self.begin, self.begin + n)
 
@@ -103,52 +103,9 @@ class PlannedExchange(NamedTuple):
     rows: Extents
     row_counts: ExchangeCounts
     urgent_entries: int  # positions with urgent rows
-    gradients: Extents  # of the batch before, of no size behind the first; in whole plans, of the batch itself
+    gradients: Extents  # of the batch before, of no size after the first; in whole plans, of the batch itself
     gradient_counts: ExchangeCounts
 
 
 # How many elements were written, and what reads the plans: called when and where they are needed.
 Planned = tuple[int, Callable[[], list[PlannedExchange]]]
-
-
-class BatchPlan(Protocol):
-    """Plans the batches of a loop, one after the other, with the other ranks.
-
-    One for whole plans finds no collisions: all rows of a batch are urgent, and so are its gradients, which
-    are planned together with them."""
-
-    whole: bool
-
-    def request(
-        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False,
-        tell: Told = NOTHING,
-    ) -> Headers | None:  # fmt: skip
-        """Tell the other ranks what this one requests (ids of all features of all exchanges; status 0), or that it does
-        not go on (no ids). Returns None if all ranks go on with valid ids, else what they say. Collective.
-
-        `apart`: whether the batch and the one before it are to be kept apart, if this is rank 0, whose word counts:
-        nothing is early or late between the two, and counts of what is say NOBODY.
-        Where all go on and `room` is enough, it may do at once what `plan` would do with it."""
-
-    @property
-    def told(self) -> np.ndarray:
-        """[ranks, 2]: what each rank has told with the batch that is planned."""
-
-    @property
-    def apart(self) -> bool:
-        """Whether the batch that is planned is kept apart from the one before it."""
-
-    @property
-    def needed(self) -> int:
-        """So many elements may `plan` write."""
-
-    def plan(self, room: Room) -> Planned:
-        """When all ranks go on: plan the rows of the batch and the gradients of the one before it; in whole plans, of
-        the same batch. Collective."""
-
-    @property
-    def needed_for_last(self) -> int:
-        """So many elements may `plan_last` write."""
-
-    def plan_last(self, room: Room) -> Planned:
-        """The gradients of the batch that came last: all are urgent."""

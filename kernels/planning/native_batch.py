@@ -1,8 +1,6 @@
-"""Planning of whole batches in C, with the other ranks (batch_plan.c): one call for a batch, without Python's lock.
+"""Planning of batches in C, with the other ranks (batch_plan.c): one call for a batch, without the GIL.
 
 Two, where the caller's guess of the room that its plans need was too small.
-
-What they compute is defined by exchange_plan.py and row_requests.py.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from freescale.kernels.planning import native_plan, row_requests
 from freescale.kernels.planning.batch_plan import (
@@ -28,8 +27,9 @@ from freescale.kernels.planning.batch_plan import (
     Room,
     Told,
 )
-from freescale.kernels.planning.exchange_plan import ExchangeTables
-from freescale.kernels.planning.rank_mesh import RankMesh
+from freescale.kernels.planning.keyed_lengths import NO_FAULT, Fault
+from freescale.kernels.planning.owners import ExchangeTables
+from freescale.kernels.planning.rank_mesh import GroupMesh, RankMesh
 
 _ARRAYS = len(ROWS_ARRAYS) + len(GRADIENT_ARRAYS)
 _COUNTS = 2 * len(ExchangeCounts._fields)  # of rows, of gradients
@@ -47,11 +47,14 @@ class _Result(ctypes.Structure):
     ]
 
 
-class NativeBatchPlan:
-    """batch_plan.BatchPlan of some exchanges."""
+class BatchPlan:
+    """Plans the batches of a loop, of some exchanges, one after the other, with the other ranks.
+
+    One for self-contained plans (`whole`) finds no collisions: all rows of a batch are urgent. So are its gradients,
+    which are planned together with them."""
 
     def __init__(
-        self, mesh: RankMesh, tables: Sequence[ExchangeTables], timeout: float, whole: bool = False
+        self, mesh: RankMesh | GroupMesh, tables: Sequence[ExchangeTables], timeout: float, whole: bool = False
     ) -> None:
         functions = native_plan.library()
         owners = [native_plan.RowOwners(t.first_rows, t.table_sizes, *t.owners) for t in tables]
@@ -77,6 +80,12 @@ class NativeBatchPlan:
         self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False,
         tell: Told = NOTHING,
     ) -> row_requests.Headers | None:  # fmt: skip
+        """Tell the other ranks what this one requests (ids of all features of all exchanges; status 0), or that it does
+        not go on (no ids). Returns None if all ranks go on with valid ids, else what they say. Collective.
+
+        `apart`: whether the batch and the one before it are to be kept apart, if this is rank 0, whose word counts:
+        nothing is early or late between the two, and counts of what is say NOBODY.
+        Where all go on and `room` is enough, it may do at once what `plan` would do with it."""
         self._ids = None if ids is None else native_plan.FeatureIds(ids)
         address = None if self._ids is None else ctypes.addressof(self._ids)
         memory, elements, copies = room if room is not None else _NO_ROOM
@@ -90,17 +99,22 @@ class NativeBatchPlan:
 
     @property
     def told(self) -> np.ndarray:
+        """[ranks, 2]: what each rank has told with the batch that is planned."""
         return row_requests.told(self._headers)
 
     @property
     def apart(self) -> bool:
+        """Whether the batch that is planned is kept apart from the one before it."""
         return row_requests.kept_apart(self._headers)
 
     @property
     def needed(self) -> int:
+        """At most so many elements does `plan` write."""
         return self._needed.value
 
     def plan(self, room: Room) -> Planned:
+        """When all ranks go on: plan the rows of the batch and the gradients of the one before it; in self-contained
+        plans, of the same batch. Collective."""
         assert self._ids is not None
         if self._planned_in is not room:
             answer = native_plan.library().fs_plan_batch(
@@ -112,9 +126,11 @@ class NativeBatchPlan:
 
     @property
     def needed_for_last(self) -> int:
+        """At most so many elements does `plan_last` write."""
         return native_plan.library().fs_room_of_last(self._address)
 
     def plan_last(self, room: Room) -> Planned:
+        """The gradients of the batch that came last: all are urgent."""
         results = self._new_results()
         self._checked(native_plan.library().fs_plan_last(self._address, room.address, self._used_address, results))
         return self._read_results()
@@ -134,6 +150,8 @@ class NativeBatchPlan:
 
     def _checked(self, result: int) -> int:
         if native_plan.checked(result) < 0:
+            if self._mesh.failure is not None:
+                raise self._mesh.failure
             what = "has left" if result == native_plan.RANK_LEFT else f"has not answered within {self._timeout:g} s"
             raise RuntimeError(f"rank {self._failed.value} {what}")
         return result
@@ -150,3 +168,31 @@ def _read(result: Any, counts: np.ndarray, whole: bool) -> PlannedExchange:
     gradient_counts = row_counts if whole else ExchangeCounts(*map(torch.from_numpy, counts[c:]))
     rows, gradients = Extents(layout, 0, len(ROWS_ARRAYS)), Extents(layout, len(ROWS_ARRAYS), _ARRAYS)
     return PlannedExchange(rows, row_counts, result.urgent_entries, gradients, gradient_counts)
+
+
+def plan_alone(
+    ids: Sequence[torch.Tensor], tables: ExchangeTables, table: str, group: dist.ProcessGroup, fault: Fault = NO_FAULT
+) -> tuple[torch.Tensor, ...]:
+    """A self-contained plan of one batch of one exchange: what the op plan_now returns, on the CPU. Collective.
+
+    An invalid id on any rank raises on every rank, and so does a fault of what the ids are from."""
+    try:
+        mesh = GroupMesh(group)
+    except RuntimeError:  # no C library
+        row_requests.tell_missing_library(group)
+        raise
+    plan = BatchPlan(mesh, [tables], 0.0, whole=True)
+    headers = plan.request(fault.kind, None if fault.kind else ids, tell=(fault.found, fault.wanted))
+    if headers is not None:
+        row_requests.require_fine(headers, table)
+    memory = np.empty(plan.needed, dtype=np.int64)
+    _, read = plan.plan(Room(native_plan.address_of(memory), memory.size))
+    (planned,) = read()
+
+    def arrays(extents: Extents) -> list[torch.Tensor]:
+        return [native_plan.tensor(memory[e.offset : e.offset + e.size]) for e in extents]
+
+    _, inverse, order, ends, _, rows = arrays(planned.rows)
+    _, own_rows, own_order, own_ends, *_ = arrays(planned.gradients)
+    recv_counts, send_counts, *_ = planned.row_counts
+    return inverse, order, ends, recv_counts, rows, send_counts, own_rows, own_order, own_ends

@@ -1,9 +1,8 @@
-"""Connections between ranks, sockets that C uses without Python's lock (native/mesh.c).
+"""Connections between ranks, sockets that C uses without the GIL (native/mesh.c).
 
-For planning, one for each pair of ranks; to compare a few numbers, from each rank to a few others.
-
-A gloo collective takes and gives Python's lock several times; between two of them Python has work to do. The training
-thread waits for the lock each time.
+For planning, one for each pair of ranks; to compare a few numbers, from each rank to a few others. Where ranks cannot
+connect, or plan in the step itself, C calls back for each exchange, which then goes over a process group. That acquires
+and releases the GIL several times, and the training thread waits for it each time.
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ import time
 import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
+from freescale.kernels.native import c_library
 from freescale.kernels.planning import native_plan
 
 log = logging.getLogger(__name__)
@@ -40,31 +41,15 @@ _LOOPBACK = "127.0.0.1"
 class RankMesh:
     """One rank's connections. `address`: of C's mesh."""
 
+    failure = None  # as of GroupMesh
+
     def __init__(self, connections: Sequence[socket.socket | None], rank: int) -> None:
         self._connections = [c for c in connections if c is not None]
         numbers = (ctypes.c_int * len(connections))(*(-1 if c is None else c.fileno() for c in connections))
         self.world = len(connections)
-        self._memory: np.ndarray | None = None
-        self.address = native_plan.require_memory(native_plan.library().fs_new_mesh(self.world, rank, numbers))
+        self.address = native_plan.require_memory(native_plan.library().fs_new_mesh(self.world, rank, numbers, None))
         # Not at exit: a thread may still be waiting in C.
         weakref.finalize(self, _close, self.address, self._connections).atexit = False
-
-    def shared_bytes(self, message_bytes: int) -> int:
-        """Of memory, for `share`: room for so many bytes of messages of each rank."""
-        return self.world * native_plan.library().fs_box_bytes(self.world, message_bytes)
-
-    def share(self, memory: np.ndarray) -> None:
-        """Messages of planning go through `memory`, as far as they find room: all ranks have it, and it holds zeros."""
-        native_plan.checked(
-            native_plan.library().fs_share_mesh(self.address, memory.ctypes.data, memory.nbytes // self.world)
-        )
-        self._memory = memory
-
-    def counts(self) -> tuple[int, int]:
-        """Exchanges so far, and how many messages in them were sent or received over connections."""
-        rounds, calls = ctypes.c_int64(), ctypes.c_int64()
-        native_plan.library().fs_mesh_counts(self.address, ctypes.addressof(rounds), ctypes.addressof(calls))
-        return rounds.value, calls.value
 
     def all_same(self, numbers: Sequence[int], timeout: float) -> bool:
         """Whether all ranks say the same. Raises where a rank is gone, or has not come in time. Collective.
@@ -79,6 +64,10 @@ class RankMesh:
             raise RuntimeError(f"rank {failed.value} {'is gone' if same == native_plan.RANK_LEFT else 'has not come'}")
         return bool(same)
 
+    def give_up(self) -> None:
+        """Tell ranks that arrive in `all_same` later that this one timed out."""
+        native_plan.library().fs_give_up(self.address)
+
     def hang_up(self) -> None:
         """What the others wait for fails at once, and what this rank waits for too."""
         for connection in self._connections:
@@ -86,10 +75,78 @@ class RankMesh:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _close(address: int, connections: list[socket.socket]) -> None:
+def _close(address: int, connections: Sequence[socket.socket]) -> None:
     native_plan.library().fs_free_mesh(address)
     for connection in connections:
         connection.close()
+
+
+class _Messages(ctypes.Structure):
+    """messages: consecutive ones of one kind, one for each rank."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("send", "recv", "send_counts", "recv_counts")]
+    _fields_ += [("width", ctypes.c_int64)]
+
+
+_CARRIER = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(_Messages), ctypes.c_int64)
+
+
+class GroupMesh:
+    """In place of connections, a process group. `failure`: what it has failed with, which C cannot raise."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.world = group.size()
+        self._failures: list[BaseException] = []
+        # A rank that is alone sends nothing. (No reference from the function to this object: it would be a cycle.)
+        self._carrier = _carrier(group, self._failures) if self.world > 1 else None
+        new_mesh, connections = native_plan.library().fs_new_mesh, (ctypes.c_int * self.world)(*[-1] * self.world)
+        self.address = native_plan.require_memory(new_mesh(self.world, group.rank(), connections, self._carrier))
+        weakref.finalize(self, _close, self.address, ()).atexit = False
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failures[-1] if self._failures else None
+
+
+def _carrier(group: dist.ProcessGroup, failures: list[BaseException]) -> Any:
+    def carry(messages: Any, kinds: int) -> int:
+        try:
+            for m in messages[:kinds]:
+                send, recv = (list((ctypes.c_int64 * world).from_address(a)) for a in (m.send_counts, m.recv_counts))
+                x, out = _bytes(m.send, sum(send), m.width), _bytes(m.recv, sum(recv), m.width)
+                all_to_all_cpu(out, x, recv, send, group)
+            return 0
+        except BaseException as error:  # noqa: BLE001  (C cannot raise it)
+            failures.append(error)
+            return native_plan.RANK_LEFT
+
+    world = group.size()
+    return _CARRIER(carry)
+
+
+class _Bytes:
+    """[n, width] at an address, as NumPy takes it. (An array of ctypes would be a new type for each size.)"""
+
+    def __init__(self, address: int, n: int, width: int) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (n, width), "typestr": "|u1", "version": 3}
+
+
+def _bytes(address: int, n: int, width: int) -> torch.Tensor:
+    """Without a copy."""
+    return torch.from_numpy(np.asarray(_Bytes(address, n, width))) if n else torch.empty(0, width, dtype=torch.uint8)
+
+
+def all_to_all_cpu(
+    out: torch.Tensor, x: torch.Tensor, recv: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
+) -> None:
+    """All-to-all of small CPU tensors over any group; one without CPU transport sends from its device."""
+    devices = distributed.devices_of_group(group)
+    if "cpu" in devices:
+        distributed.all_to_all(out, x, list(recv), list(send), group)
+        return
+    out_on_device = torch.empty_like(out, device=devices[0])
+    dist.all_to_all_single(out_on_device, x.to(devices[0]), list(recv), list(send), group=group)
+    out.copy_(out_on_device)
 
 
 def peers_to_compare(rank: int, world: int) -> set[int]:
@@ -102,6 +159,7 @@ class _Place(NamedTuple):
     """Where a rank can be called, or why it cannot."""
 
     problem: str
+    no_library: str = ""  # why it has no C library
     network: tuple[str, int] = ("", 0)
     addresses: tuple[str, ...] = ()
     port: int = 0
@@ -110,19 +168,21 @@ class _Place(NamedTuple):
 
 def open_mesh(group: dist.ProcessGroup, peers: Collection[int] | None = None) -> RankMesh | None:
     """Connect the ranks of a CPU group, each with all others or with `peers`; None, on every rank, where that cannot be
-    done. Collective. A rank is a peer of its peers."""
+    done. Collective. A rank is a peer of its peers. Raises on every rank if one has no C library."""
     rank, world = group.rank(), group.size()
     peers = set(range(world) if peers is None else peers) - {rank}
     connections: list[socket.socket | None] = [None] * world
     with contextlib.ExitStack() as stack:
         listener, place = _open_listener(stack)
-        problems = [place.problem]
+        places = [place] * world
         if world > 1:
-            places = [place] * world
             dist.all_gather_object(places, place, group)
-            problems = [p.problem for p in places]
-            if not any(problems) and listener is not None:
-                dist.all_gather_object(problems, _try_to_connect(connections, rank, peers, places, listener), group)
+        for missing_on, why in enumerate(p.no_library for p in places):
+            if why:
+                raise RuntimeError(f"freescale: rank {missing_on} cannot plan batches: {why}")
+        problems = [p.problem for p in places]
+        if world > 1 and not any(problems) and listener is not None:
+            dist.all_gather_object(problems, _try_to_connect(connections, rank, peers, places, listener), group)
     if not any(problems):
         return RankMesh(connections, rank)
     for connection in filter(None, connections):
@@ -135,12 +195,12 @@ def open_mesh(group: dist.ProcessGroup, peers: Collection[int] | None = None) ->
 
 def _open_listener(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _Place]:
     """Never raises: the other ranks are to hear of it."""
-    if native_plan.library() is None:
-        return None, _Place("freescale's C library is missing")
+    if why := c_library.problem():
+        return None, _Place("", why)
     try:
         listener = stack.enter_context(_listen())
         port, token = listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES)
-        return listener, _Place("", _network(), tuple(_addresses()), port, token)
+        return listener, _Place("", "", _network(), tuple(_addresses()), port, token)
     except OSError as error:
         return None, _Place(f"it cannot be called: {error}")
 

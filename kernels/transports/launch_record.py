@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,13 +69,6 @@ class LaunchRecord:
 records: deque[LaunchRecord] = deque(maxlen=MAX_RECORDS)
 
 
-class RowsLaunch(NamedTuple):
-    op: Callable[..., torch.Tensor]
-    copies: bool  # over a transport that copies
-
-
-# Of urgent rows, by table, in the order in which they were launched; whoever wants to know empties it first.
-rows_launches: dict[str, RowsLaunch] = {}
 # How a rank has left the loop that is open, in words; "" if none has.
 why_rank_left: Callable[[], str] = str
 launched = 0  # launches so far: every rank makes the same ones in the same order
@@ -247,11 +240,10 @@ def begin_wait(label: str, device: torch.device) -> Callable[[], None]:
 
 
 class record_host_wait:  # noqa: N801  (used as a statement)
-    """Record a time in which the host talks to other ranks and can do nothing else. Not `device_waits`: a GPU has work
-    meanwhile, or waits for something that is recorded itself."""
+    """Record a time in which the host talks to other ranks and can do nothing else."""
 
-    def __init__(self, name: str, device_waits: bool = True) -> None:
-        self._name, self._device_waits = name, device_waits
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __enter__(self) -> None:
         self._record = LaunchRecord(self._name, 0)
@@ -262,6 +254,4 @@ class record_host_wait:  # noqa: N801  (used as a statement)
     def __exit__(self, *error: Any) -> None:
         self._range.__exit__(*error)
         self._record.wait_ended = time.perf_counter()
-        if not self._device_waits:
-            self._record.stream_seconds = 0.0
         records.append(self._record)

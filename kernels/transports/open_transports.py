@@ -19,7 +19,7 @@ import torch
 
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import COPY_TRANSPORTS, LAUNCH_SUFFIXES, URGENT, implement
+from freescale.kernels.ops.schemas import COPY_TRANSPORTS, LAUNCH_SUFFIXES, implement
 from freescale.kernels.planning.batch_plan import unless_nobody_sends
 from freescale.kernels.transports import c10d, launch_record, proof, rank_view, selection, transport_speed
 
@@ -136,16 +136,11 @@ def _launch_over_c10d(x, send_counts, recv_counts, n_recv, label, group):
 
 
 def _implement_launches(name: str) -> None:
-    op = getattr(torch.ops.freescale, f"all_to_all_rows_launch_{name}").default
-    launches_of_rows = [launch_record.RowsLaunch(op, copies) for copies in (False, True)]
-
     def launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name):
         group = distributed.group_by_name(group_name)
         label = launch_record.launch_label(what, priority, table)
         with launch_record.profiler_range("launch", label):
             transport = transport_for(name, group, x, n_recv)
-            if what == "rows" and priority == URGENT:
-                launch_record.rows_launches[table] = launches_of_rows[transport is not None]
             if transport is None:
                 return _launch_over_c10d(x, send_counts, recv_counts, n_recv, label, group)
             out, message = transport.start(x, send_counts, recv_counts, n_recv, priority)

@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.planning import row_requests
-from freescale.kernels.planning.batch_plan import BatchPlan
+from freescale.kernels.planning.native_batch import BatchPlan
 from freescale.runtime import batch_structure
 from freescale.runtime.balance.integer_problem import BalanceError
-from freescale.runtime.lookahead.overlap_choice import OverlapChoice
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.meter import RankTimes
 from freescale.runtime.samples.batch_balancer import BatchBalancer
@@ -74,10 +73,9 @@ class BatchPlanning:
         balancer: BatchBalancer | None,
         plan: BatchPlan,
         times: RankTimes,
-        choice: OverlapChoice | None = None,
     ) -> None:
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
-        self.balancer, self._plan, self._times, self._choice = balancer, plan, times, choice
+        self.balancer, self._plan, self._times = balancer, plan, times
         self.number = 0  # of the batch that is being loaded or planned
         self.busy_since: float | None = None  # with something that ends within the group's time-out
         self._batches: Iterator[Any] | None = None
@@ -177,9 +175,8 @@ class BatchPlanning:
         """Tell the owners which rows, once every rank has said that it goes on; where there is room, plan them too."""
         self.busy_since = time.monotonic()
         ids = None if loaded.status != _OK else [t for of_exchange in loaded.ids for t in of_exchange]
-        apart = self._choice is not None and self._choice.keep_apart()
         room = None if loaded.block is None else loaded.block.room
-        headers = self._plan.request(loaded.status, ids, room, apart, self._times.tell())
+        headers = self._plan.request(loaded.status, ids, room, tell=self._times.tell())
         self._times.hear(self._plan.told)
         if headers is None:
             return
@@ -202,7 +199,6 @@ class BatchPlanning:
             loaded.moved,
         )
         planned.loaded = loaded.began, loaded.ended
-        planned.apart = self._plan.apart
         if self._plan.whole:
             planned.whole, planned.gradients = True, block
         elif self._previous is not None:
@@ -213,7 +209,7 @@ class BatchPlanning:
 
     def _require_same_options(self) -> None:
         self.busy_since = time.monotonic()
-        own = [self.balancer is not None, 0 if self._plan.whole else 1 if self._choice is None else 2]
+        own = [self.balancer is not None, not self._plan.whole]
         of_ranks = zip(*distributed.gather_ints(own, self.group), strict=True)
         self.busy_since = None
         for name, verb, values in zip(("balance", "overlap"), ("balance", "overlap steps"), of_ranks, strict=True):

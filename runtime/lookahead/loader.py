@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import atexit
 import copy
+import logging
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,13 +24,11 @@ import torch.distributed as dist
 
 from freescale import config
 from freescale.compat import compiled_modules, distributed
-from freescale.kernels.ops import table_registry
 from freescale.runtime.balance.sample_cost import FittedCost
 from freescale.runtime.lookahead.exception_in_flight import describe_end_of_process, describe_exception
 from freescale.runtime.lookahead.loop_coordinator import coordinator_of
 from freescale.runtime.lookahead.loop_state import LoopState
 from freescale.runtime.lookahead.model_tables import compiled_parts, exchanges_of
-from freescale.runtime.lookahead.overlap_choice import OverlapChoice
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planner import Planner
 from freescale.runtime.lookahead.pooled_bytes import PooledBytes
@@ -37,7 +37,10 @@ from freescale.runtime.recording import RecordedStats, Recorder, recorder
 from freescale.runtime.samples.batch_balancer import BalanceOptions, BatchBalancer, SampleInfo
 from freescale.runtime.samples.restore_outputs import restore_outputs
 
+log = logging.getLogger(__name__)
+
 _STATS_KEPT = 10_000
+_HOST_BOUND = 0.2  # a larger share of the steps is reported
 
 
 class LookaheadLoader:
@@ -67,11 +70,10 @@ class LookaheadLoader:
                sample. With as many samples on every rank, averaged loss and gradients are those of the same global
                batch. `origin` says where the samples come from; `restore` sends outputs per sample back there. What
                a sample costs is fitted to the times of all ranks (`cost`, see FittedCost), or given in BalanceOptions
-    overlap    True: rows and gradients that a step does not wait for travel during the step before or behind it. That
-               takes twice as many launches, which in a very short step cost the host more than they hide. None, the
-               default: on a GPU both ways are tried for a few steps, now and then, and the faster one is kept (the
-               numbers are the same, `overlaps` says which it is). False: batches are loaded and planned ahead, but all
-               rows and gradients of a step travel in that step, in graphs for that alone
+    overlap    True, the default: rows and gradients that a step does not wait for travel during the previous or the
+               next step. That takes twice as many launches. False: batches are loaded and planned ahead, but all rows
+               and gradients of a step travel in that step, in graphs for that alone; worth trying where the meter
+               reports short steps as host-bound (rank 0 logs it). The numbers are the same
 
     The numbers are those of the loop without the wrapper. What a step leaves for the next one is applied before
     anything else sees the tables: at the end of the loop, on `break`, when an exception leaves it, before
@@ -89,15 +91,17 @@ class LookaheadLoader:
         *,
         strict: bool | None = None,
         balance: bool | BalanceOptions = False,
-        overlap: bool | None = None,
+        overlap: bool | None = True,
     ) -> None:
         self._parts = compiled_parts(model)
         self.model = model
         self._settings = _settings_of(self._parts[0])
         self.strict = self._settings.strict if strict is None else strict
-        if overlap is not None and not isinstance(overlap, bool):
-            raise TypeError(f"freescale: overlap must be True, False or None, found {type(overlap).__name__}")
-        self.overlap = overlap
+        if overlap is None:
+            warnings.warn("freescale: LookaheadLoader(overlap=None) is deprecated and means True", stacklevel=2)
+        elif not isinstance(overlap, bool):
+            raise TypeError(f"freescale: overlap must be True or False, found {type(overlap).__name__}")
+        self.overlap = overlap is not False
         self.exchanges = list(dict.fromkeys(x for part in self._parts for x in exchanges_of(part)))
         for x in self.exchanges:
             if distributed.group_by_name(x.group_name).size() != dist.get_world_size():
@@ -105,7 +109,6 @@ class LookaheadLoader:
                     f"freescale: table {x.name} is sharded over a part of the ranks; a LookaheadLoader plans for "
                     "tables that are sharded over all of them"
                 )
-        self._choice = OverlapChoice() if overlap is None and self._may_choose_overlap() else None
         self._coordinator = coordinator_of(self.exchanges, self._settings.link_gbps)
         self._stats: deque[dict[str, Any]] = deque(maxlen=_STATS_KEPT)
         self._pooled_bytes = PooledBytes()
@@ -117,7 +120,7 @@ class LookaheadLoader:
         self._balance_stats = RecordedStats(maxlen=_STATS_KEPT)
         self._moved: SampleInfo | None = None  # of the batch that was handed out last
         self._recorder: Recorder | None = None
-        self._looping = False
+        self._looping = self._reported = False
         self._loader_state: Any = None  # of the loader behind that batch, or its error; None: the loader's own is right
         self.loader: Any = self._unwrapped(loader)  # last: from here on __setattr__ knows what is the loader's
         self._offer_state()
@@ -217,17 +220,6 @@ class LookaheadLoader:
         return [dict(s) for s in self._balance_stats.copy()]  # the loader's thread goes on adding to it
 
     @property
-    def overlaps(self) -> bool:
-        """Whether steps overlap their neighbours now: `overlap`, or what was found to be faster."""
-        return self.overlap is not False if self._choice is None else self._choice.overlap
-
-    def _may_choose_overlap(self) -> bool:
-        """On the CPU there is nothing to choose: what travels is the host's work either way. What is early or late may
-        be packed as other rows are not, and then the choice would be one of numbers, too."""
-        on_gpu = any(x.anchor.is_cuda for x in self.exchanges)
-        return on_gpu and not set(config.LOSSY_PASSES) & set(self._settings.enabled_passes())
-
-    @property
     def origin(self) -> torch.Tensor:
         """[samples, 2]: the rank and the position that each sample of the last batch had before it was balanced."""
         return self._last_moved().origin
@@ -265,22 +257,20 @@ class LookaheadLoader:
             why = describe_end_of_process() if exception is None else exception
             self._coordinator.close_loop(loop, defer_errors, why)
 
-        stop_listening: list[Callable[[], None]] = []  # to backward passes
+        stop_recording: Callable[[], None] | None = None
         planner: Planner | None = None
         # At exit, a loop that is still open somewhere is closed while threads can still run.
         atexit.register(close)
         try:
             connection = self._coordinator.stack.planning_connection(len(self._coordinator.stack.loops))
             balancer = self._balancer(connection.group)
-            settings = self.strict, self._settings.timeout, balancer, self.overlap is not False, self._choice
+            settings = self.strict, self._settings.timeout, balancer, self.overlap
             planner = Planner(self.loader, self.exchanges, connection, *settings)
-            loop.stop_planning, loop.peek_batch = planner.stop, planner.peek
-            loop.batches_ordered = lambda: planner.ordered
+            loop.stop_planning, loop.batches_ordered = planner.stop, lambda: planner.ordered
             self._coordinator.stack.watch(loop, planner)
             loop.planning_failed, loop.why_planning_failed = lambda: planner.failed, planner.why_failed
             names, device = [x.name for x in self.exchanges], self.exchanges[0].anchor.device
-            stop_listening.append(table_registry.call_after_backward(names, planner.table_updated))
-            stop_listening.append(record_averages(self.model, names, device))
+            stop_recording = record_averages(self.model, names, device)
             while True:
                 finished = METER.mark(device=device)
                 planned = None
@@ -309,10 +299,21 @@ class LookaheadLoader:
         finally:
             self._looping = False
             METER.pause()
-            for stop in stop_listening:
-                stop()
+            self._report_if_host_bound()
+            if stop_recording is not None:
+                stop_recording()
             atexit.unregister(close)
             close()
+
+    def _report_if_host_bound(self) -> None:
+        if self.overlap and not self._reported and (share := METER.host_bound_share()) > _HOST_BOUND:
+            self._reported = True
+            if dist.get_rank() == 0:
+                log.info(
+                    "the GPU had no work for %.0f%% of the last steps because of the host; "
+                    "LookaheadLoader(overlap=False) launches half as much and may be faster for steps this short",
+                    100 * share,
+                )
 
     def _balancer(self, group: dist.ProcessGroup) -> BatchBalancer | None:
         if self._balance is None or self.cost is None:
@@ -324,9 +325,6 @@ class LookaheadLoader:
         self, loop: LoopState, planned: PlannedBatch, balancer: BatchBalancer | None, finished: FinishedStep | None
     ) -> Any:
         before = loop.current if loop.current is not None and loop.current.used else None
-        if before is not None and finished is not None and self._choice is not None:
-            if before.apart == before.next_apart:
-                self._choice.step_finished(before.apart, finished)
         loop.hand_out(planned)
         lacked_state, self._loader_state = self._lacks_state, planned.loader_state
         if self._lacks_state != lacked_state:

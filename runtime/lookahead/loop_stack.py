@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -107,10 +106,6 @@ class LoopStack:
     def _agree_on_end(self, loop: LoopState) -> None:
         """All ranks agree on the end of a loop, and apply what is pending."""
         cause = None
-        try:
-            self.listen()
-        except RuntimeError as error:
-            cause = error
         loop.end_forward()
         try:
             if loop.failure is None and not loop.closed:
@@ -126,61 +121,13 @@ class LoopStack:
 
     def synchronize(self, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
         """In the innermost loop: see RankSync. Who trains has the batch that is expected, on every rank."""
-        loop = self.loops[-1]
-        return self._compare(action, lambda: self._sync.synchronize(loop, action, received))
-
-    @property
-    def can_listen_later(self) -> bool:
-        """Whether a step may begin before this rank has heard of the others, if all else allows it."""
-        return self._sync.can_listen_later
-
-    def say_begun(self, received: int) -> bool:
-        """If the innermost loop's step may begin before this rank has heard of the others (begun_step.py), tell them:
-        then `listen` is called later."""
-        loop = self.loops[-1]
-        may_begin = self.can_listen_later and loop.rows_of_begun.may_begin(loop.current)
-        if not may_begin or received not in (loop.batch_number, UNKNOWN_BATCH):
-            return False
-        own = self._sync.status(loop, Action.TRAIN, received)
-        if max(own.pending, own.incomplete) >= 0 or own.planning_failed or own.written:
-            return False
-        self._sync.say_begun(own)
-        return True
-
-    def listen(self) -> None:
-        """The rest of a meeting that began with `say_begun`, if there is one. Where the step is not that of all ranks
-        it is taken back."""
-        if not self._sync.has_to_listen:
-            return
-        loop = self.loops[-1]
-        try:
-            self._compare(Action.TRAIN, lambda: self._sync.listen(loop))
-        except RuntimeError:
-            loop.take_back_step()
-            raise
-
-    def _compare(self, action: Action, compare: Callable[[], list[RankStatus]]) -> list[RankStatus]:
-        goes_on = False
-        try:
-            statuses = compare()
-            if action == Action.TRAIN:
-                require_expected_batch(statuses)
-            goes_on = action in (Action.TRAIN, Action.FLUSH)
-            return statuses
-        finally:
-            if self._sync.begun is not None and not goes_on:
-                self._serve(self._sync.begun)
-
-    def _serve(self, number: int) -> None:
-        """A batch that other ranks have begun. Never raises: what led here is what the user must see."""
-        try:
-            self.loops[-1].serve_begun_step(number)
-        except Exception as error:
-            log.warning("freescale: other ranks have begun batch %d, and get no rows of this one: %s", number, error)
+        statuses = self._sync.synchronize(self.loops[-1], action, received)
+        if action == Action.TRAIN:
+            require_expected_batch(statuses)
+        return statuses
 
     def flush(self) -> None:
         """Apply what is pending before the tables are used outside the planned order."""
-        self.listen()
         loop = self.innermost
         if loop is not None and max(loop.pending, loop.incomplete) >= 0:
             self.synchronize(Action.FLUSH)

@@ -19,7 +19,6 @@ from freescale.kernels.ops.schemas import EARLY
 from freescale.kernels.transports import launch_record, open_transports
 from freescale.runtime import batch_structure
 from freescale.runtime.lookahead import late_gradients
-from freescale.runtime.lookahead.begun_step import RowsOfBegunStep
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.step_plan import StepPlan
@@ -44,7 +43,6 @@ class LoopState:
         self.stop_planning: Callable[[int, bool, str], None] = lambda more, together, reason: None
         self.planning_failed: Callable[[], bool] = lambda: False  # on this rank, and its group with it
         self.why_planning_failed: Callable[[], str] = lambda: ""
-        self.peek_batch: Callable[[], PlannedBatch | None] = lambda: None  # the one that will be handed out next
         self.planning_group_failed = False  # on some rank, and every rank knows
         self.batches_ordered: Callable[[], int] = lambda: 0  # of the planning thread
         # How many fewer than the furthest rank this one had ordered when the ranks last compared.
@@ -56,7 +54,6 @@ class LoopState:
         self._watched = [table_registry.watch(x.name) for x in exchanges]
         self._other_writes: list[int] | None = None  # to each table when the last step began
         self.early_rows_outdated = False  # on some rank, and every rank knows: tables were written since
-        self.rows_of_begun = RowsOfBegunStep(exchanges)
         # What holds the ids of the last batches, to recognize a batch that comes again.
         self._handed_out: deque[tuple[int, list[weakref.ref[Any]]]] = deque(maxlen=4)
         self._versions: list[int] = []  # of the tensors in the last one: each in-place write counts one up
@@ -80,7 +77,6 @@ class LoopState:
     def hand_out(self, planned: PlannedBatch) -> None:
         """Its batch goes to the user."""
         planned.complete(self.exchanges)
-        self.rows_of_begun.batch_follows(self.current)
         self.current = planned
         features = [f for x in self.exchanges for f in x.features]
         holders = batch_structure.id_holders(planned.batch, features)
@@ -136,7 +132,6 @@ class LoopState:
     def begin_step(self) -> None:
         """The batch handed out last is about to go through the model, on every rank."""
         assert self.current is not None
-        self.rows_of_begun.forward_begins(self.current)
         open_transports.check()
         for x, plan in zip(self.exchanges, self.current.plans, strict=True):
             _require_same_table(x, plan)
@@ -178,7 +173,6 @@ class LoopState:
                 if plan.next is not None and plan.next.arrived.is_inference():  # a training step could not use it
                     plan.next.arrived = _wait(plan.next.arrived).clone()
         self._updates_before = None
-        self.rows_of_begun.forward_ended(self.current)
 
     @property
     def tables_written(self) -> bool:
@@ -186,26 +180,11 @@ class LoopState:
         before = self._other_writes
         return before is not None and before != [w.other_writes() for w in self._watched]
 
-    def take_back_step(self) -> None:
-        """Its forward pass does not count, and comes to an end."""
-        for plan in () if self.current is None else self.current.plans:
-            plan.used = False
-        self.end_forward()
-
-    def serve_begun_step(self, number: int) -> None:
-        """Other ranks are in the forward pass of a batch that this one does not train: they get their rows. (They do
-        not train it either, once they have listened.)"""
-        planned = self.rows_of_begun.find(number, self.current) or self.peek_batch()
-        if planned is None or planned.number != number:
-            raise RuntimeError(f"freescale: batch {number}, which other ranks have begun, has no plan here")
-        planned.complete(self.exchanges)
-        self.rows_of_begun.serve(planned)
-
     # -- pending gradients ---------------------------------------------------------------------------------------
 
     def _pending(self) -> Iterator[tuple[Exchange, StepPlan]]:
         for x, plan in zip(self.exchanges, self._previous, strict=True):
-            slot = None if plan is None or plan.last or plan.next_apart or not plan.backwards else plan.late_slot
+            slot = None if plan is None or plan.last or not plan.backwards else plan.late_slot
             if plan is not None and slot is not None and slot.grad is not None:
                 yield x, plan
 

@@ -12,7 +12,6 @@ import torch
 
 from freescale.compat import compiled_modules
 from freescale.kernels.transports import open_transports
-from freescale.runtime import graph_watch
 from freescale.runtime.lookahead.loop_stack import LoopStack
 from freescale.runtime.lookahead.loop_state import LoopState
 from freescale.runtime.lookahead.model_tables import table_modules
@@ -28,7 +27,6 @@ class ModelHooks:
         self._stack = stack
         self._handles: dict[tuple[str, torch.nn.Module], list[Any]] = {}
         self._calling: torch.nn.Module | None = None  # whose call is under way, of those that begin a step
-        self._graphs: list[bool] = []  # that the last step has run: which of them were alone (graph_watch.py)
 
     def __deepcopy__(self, memo: Any) -> ModelHooks:
         return self  # a copy of the model in the middle of a loop brings its hooks along
@@ -87,8 +85,6 @@ class ModelHooks:
     def _set_calling(self, module: torch.nn.Module | None) -> None:
         """A call that begins a step is under way, or none is: then a lookup is one that no hook of ours has seen."""
         self._calling = module
-        if module is None:
-            graph_watch.watch = None
         for x in (x for loop in self._stack.loops for x in loop.exchanges):
             x.outside_step = module is None
 
@@ -107,8 +103,7 @@ class ModelHooks:
         loop = self._stack.innermost
         if loop is None:
             return
-        self._stack.listen()  # in a step that something worse than an Exception has left
-        loop.end_forward()
+        loop.end_forward()  # of a step that something worse than an Exception has left
         if torch.is_grad_enabled():
             self._begin_training(loop, (args, kwargs))
         else:
@@ -122,11 +117,7 @@ class ModelHooks:
                 "freescale: a training step under a second LookaheadLoader while the first has not ended: a model "
                 "is trained under one loader at a time (evaluation under torch.no_grad() is fine)"
             )
-        received = loop.identify_batch(inputs)
-        if not self._stack.say_begun(received):
-            self._stack.synchronize(Action.TRAIN, received)
-        self._graphs.clear()
-        graph_watch.watch = self._before_graph
+        self._stack.synchronize(Action.TRAIN, loop.identify_batch(inputs))
         loop.begin_step()
 
     def _begin_evaluation(self, loop: LoopState, inputs: Any) -> None:
@@ -138,26 +129,12 @@ class ModelHooks:
                 return
         self._stack.flush()
 
-    def _before_graph(self, alone: bool) -> None:
-        """Of a training step."""
-        self._graphs.append(alone)
-        if not alone:
-            self._stack.listen()
-
     def _after_forward(self, module: torch.nn.Module, *args: Any) -> None:
         if self._ignores(module):
             return
         self._set_calling(None)
         if (loop := self._stack.innermost) is not None:
-            self._stack.listen()
             loop.end_forward()
-            if self._stack.can_listen_later:
-                loop.rows_of_begun.one_graph = self._graphs == [True] and self._is_nothing_else(module)
-
-    def _is_nothing_else(self, module: torch.nn.Module) -> bool:
-        """Its call is what is compiled: neither a model around several such modules, nor hooks of the user's."""
-        own_hooks = 0 if compiled_modules.compiled_in_place(module) else 2  # as _hook_calls does
-        return compiled_modules.is_compiled(module) and compiled_modules.count_forward_hooks(module) == own_hooks
 
     def before_lookup(self, *args: Any) -> None:
         """A table is used without the compiled model."""

@@ -27,11 +27,9 @@ class PlannedBatch:
     moved: BatchEvent | None = None  # what the planning thread has brought to the device
     loaded: tuple[float, float] = (0.0, 0.0)  # when the user's loader was at work on it, by time.perf_counter()
     whole: bool = False  # its plans are whole: no other batch has to do with them
-    apart: bool = False  # kept apart from the batch before it: nothing is early or late between the two
     # When it is known which batch follows:
     next: PlannedBatch | None = None  # None: the last
     gradients: PlanBlock | None = None
-    next_apart: bool = False  # `apart` of the next one
     # On the device, one per exchange; empty until the rows are planned there.
     plans: list[StepPlan] = field(default_factory=list)
 
@@ -47,14 +45,13 @@ class PlannedBatch:
         if self.next is not None:
             self.next._plan_rows(exchanges)
         self.gradients.upload()
-        self.next_apart = self.next is not None and self.next.apart
         for i, (plan, planned) in enumerate(zip(self.plans, self.gradients.exchanges, strict=True)):
             if self.whole:
                 arrays = self.gradients.arrays(planned.gradients.first(step_plan.ARRAYS_OF_ALL_GRADIENTS))
                 step_plan.plan_all_gradients(plan, arrays, planned.gradient_counts)
                 continue
             step_plan.plan_gradients(plan, self.gradients.arrays(planned.gradients), planned.gradient_counts)
-            plan.last, plan.next_apart = self.next is None, self.next_apart
+            plan.last = self.next is None
             plan.next = step_plan.plan_without_rows(plan) if self.next is None else self.next.plans[i]
         # What follows is the loop's affair; without this, every batch would keep all later ones.
         self.next = self.gradients = None

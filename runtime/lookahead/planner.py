@@ -30,7 +30,6 @@ from freescale.compat import distributed
 from freescale.kernels.transports import launch_record
 from freescale.runtime.agreement import first_reason
 from freescale.runtime.lookahead.batch_planning import BatchPlanning, EndOfPlanning
-from freescale.runtime.lookahead.overlap_choice import OverlapChoice
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.lookahead.planning_connection import PlanningConnection
 from freescale.runtime.meter import RankTimes
@@ -42,12 +41,11 @@ log = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 2.0  # that the user's thread waits for a batch before it looks after the background thread
 _IDLE_SECONDS = 1.0  # until the background thread looks after the user's
-_PAUSE_SECONDS = 2e-4  # on a GPU, until a backward pass that has updated its tables is through with Python
 _threads: dict[str, threading.Thread] = {}  # by group: the thread that plans over it
 
 
 class _Order(Enum):
-    NOW, BEHIND_BACKWARD, STOP = range(3)  # load and plan one more batch; or no more
+    PLAN, STOP = range(2)  # load and plan one more batch; or no more
 
 
 class Planner:
@@ -62,9 +60,7 @@ class Planner:
         timeout: float,
         balancer: BatchBalancer | None,
         overlap: bool = True,
-        choice: OverlapChoice | None = None,
     ) -> None:
-        """`choice`: of whether two batches overlap, if they may."""
         self._connection, self.timeout = connection, timeout
         self.group = group = connection.group
         self.failed = False  # between collectives: the connection cannot be used any more
@@ -73,24 +69,21 @@ class Planner:
         self.group_timeout = distributed.timeout_of(group).total_seconds()
         plan = connection.new_plan(exchanges, whole=not overlap)
         self.times = RankTimes(group.size())
-        self._planning = BatchPlanning(loader, exchanges, group, strict, balancer, plan, self.times, choice)
+        self._planning = BatchPlanning(loader, exchanges, group, strict, balancer, plan, self.times)
         self._abandoned = False
         # A loader that is slow to end may still be at work for a loop before this one.
         self._earlier_thread = _threads.get(group.group_name)
         # What the user's loader puts on "the" GPU goes where the user's thread would put it.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        self._pause = _PAUSE_SECONDS if exchanges and exchanges[0].anchor.is_cuda else 0.0
         self._ready: queue.SimpleQueue[PlannedBatch | BaseException | None] = queue.SimpleQueue()
-        self._peeked: PlannedBatch | None = None
         self.when_idle: Callable[[], None] = lambda: None  # called by the background thread, now and then
         self.why_unplanned: Callable[[int], str] = lambda number: ""  # why no rank will plan that batch
         self.error: BaseException | None = None  # that planning has raised in the user's thread, on every rank
-        self._tables, self._updated = len(exchanges), 0  # updated since the last batch was taken
         # A batch is ready when the one after it is known: two for the first, one more for each that is taken.
         self.ordered = 0  # batches
-        self._order(_Order.NOW)
-        self._order(_Order.NOW)
+        self.plan_another()
+        self.plan_another()
         self._thread = threading.Thread(target=self._run, name="freescale-lookahead", daemon=True)
         _threads[group.group_name] = self._thread
         self._thread.start()
@@ -104,18 +97,10 @@ class Planner:
         """
         began = time.perf_counter()
         item = self._next_item()
-        self._peeked = None
         self._record_wait(began, time.perf_counter(), item)
         return item
 
-    def peek(self) -> PlannedBatch | None:
-        """The batch that `take` will return."""
-        self._peeked = self._next_item()
-        return self._peeked
-
     def _next_item(self) -> PlannedBatch | None:
-        if self._peeked is not None:
-            return self._peeked
         while True:
             try:
                 item = self._ready.get(timeout=min(self.group_timeout, _CHECK_SECONDS))
@@ -137,23 +122,10 @@ class Planner:
         launch_record.add_host_wait(PLANNER, began + loading, ended)
 
     def plan_another(self) -> None:
-        """A batch was taken. Called when the thread that took it has nothing to do with it any more: until then, they
-        would compete for Python's lock."""
-        if self._updated < self._tables:  # else table_updated has done so
-            self._order(_Order.NOW)
-        self._updated = 0
-
-    def table_updated(self) -> None:
-        """The backward pass of the step has updated a table. Behind the last one there is no better time to plan
-        another batch: until the next one is taken, torch computes more in C++, and needs Python's lock less, than
-        ever. But the graph of the backward pass is still Python, and at its end: hence the pause."""
-        self._updated += 1
-        if self._updated == self._tables:
-            self._order(_Order.BEHIND_BACKWARD)
-
-    def _order(self, order: _Order) -> None:
+        """After a batch was taken, when the thread that took it is done with it: until then, the two threads would
+        compete for the GIL."""
         self.ordered += 1
-        self._orders.put(order)
+        self._orders.put(_Order.PLAN)
 
     def _check_thread(self) -> None:
         number, since = self._planning.number, self._planning.busy_since
@@ -180,7 +152,7 @@ class Planner:
             _first_reason(self.group, reason)
             self._connection.hang_up()
         for _ in range(more):
-            self._order(_Order.NOW)
+            self.plan_another()
         self._orders.put(_Order.STOP)
         limit = self.timeout if together else 1.0
         self._thread.join(limit)
@@ -208,9 +180,7 @@ class Planner:
 
     def _plan_batches(self) -> None:
         try:
-            while (order := self._next_order()) is not _Order.STOP and not self._abandoned:
-                if order is _Order.BEHIND_BACKWARD and self._pause:
-                    time.sleep(self._pause)
+            while self._next_order() is not _Order.STOP and not self._abandoned:
                 if (planned := self._planning.advance()) is not None:
                     self._ready.put(planned)
         except EndOfPlanning as end:

@@ -1,9 +1,8 @@
 """Whether all ranks are at the same place when a step begins, or when pending gradients are applied.
 
 Before a step, before pending gradients are applied and at the end of a loop each rank says what it is about to do, in
-one small gather: through memory that the ranks share (status_board.py), or else over connections of its own. So nobody
-starts an exchange that others will not join, and a rank that leaves its loop, or brings a wrong batch, is an error on
-every rank instead of a hang.
+one small gather over connections of its own. So no rank starts an exchange that others will not join, and a rank that
+leaves its loop, or brings a wrong batch, is an error on every rank instead of a hang.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from enum import IntEnum
-from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -25,7 +23,6 @@ from freescale.kernels.planning import rank_mesh
 from freescale.kernels.transports import launch_record
 from freescale.runtime.agreement import first_reason
 from freescale.runtime.lookahead.loop_state import CHANGED_BATCH, UNKNOWN_BATCH, LoopState
-from freescale.runtime.lookahead.status_board import open_board
 from freescale.views.step_parts import MEETING
 
 log = logging.getLogger(__name__)
@@ -63,7 +60,6 @@ class RankStatus(NamedTuple):
     planning_failed: int  # has planning failed on this rank, and its group with it?
     ordered: int  # batches that its planning thread was told to plan
     written: int  # has anything but an update written to its tables since the last step began?
-    begun: int = 0  # is it exchanging the rows of that batch already, and listens later?
 
 
 class LeftRank(NamedTuple):
@@ -76,8 +72,8 @@ class LeftRank(NamedTuple):
 
 
 class RankSync:
-    """Compares the ranks' status: in memory that they share; or over connections of its own, where whether all say the
-    same takes log2(ranks) messages, and what each says, if they do not, a gather over a group of its own."""
+    """Compares the ranks' status over connections of its own: whether all are the same takes log2(ranks) messages, and
+    where they are not, what each is takes a gather over a group of its own."""
 
     def __init__(
         self, group: dist.ProcessGroup, new_group: Callable[[], dist.ProcessGroup], timeout: timedelta
@@ -85,19 +81,12 @@ class RankSync:
         """`group`: to begin with, where nobody else uses it; `new_group`: makes one. Collective."""
         self._world, self._rank, self._seconds = group.size(), group.rank(), timeout.total_seconds()
         self._key = f"left/{group.group_name}"  # in the store, of the loops of these tables
-        self._board = open_board(group) if self._world > 1 else None
         self._group: dist.ProcessGroup | None = None
         self._mesh: rank_mesh.RankMesh | None = None
-        if self._world > 1 and self._board is None:
+        if self._world > 1:
             self._group = new_group()
             self._mesh = rank_mesh.open_mesh(self._group, rank_mesh.peers_to_compare(group.rank(), self._world))
         self.failure: str | None = None  # why the ranks cannot be compared any more
-        self.begun: int | None = None  # the batch that some rank had begun when the ranks last compared
-        self.has_to_listen = False  # since `say_begun`
-
-    @property
-    def can_listen_later(self) -> bool:
-        return self._board is not None
 
     @contextlib.contextmanager
     def waiting_at_most(self, seconds: float) -> Iterator[None]:
@@ -134,10 +123,10 @@ class RankSync:
         return "" if left is None or left.ordered > number else left.why
 
     def release_wait(self, loop: LoopState) -> None:
-        """End this rank's wait for a launch if a rank has left the loop without making it. (Of a step that this rank
-        has begun, the others make the launches when they hear of it.) From another thread; never raises."""
+        """End this rank's wait for a launch if a rank has left the loop without making it. From another thread; never
+        raises."""
         work = launch_record.awaited
-        if work is None or loop.closed or self.has_to_listen:
+        if work is None or loop.closed:
             return
         if time.perf_counter() - work.record.wait_began > _SECONDS_OF_WAIT and (left := self._left(loop)) is not None:
             if loop.launched(work.number) > left.launched:
@@ -147,28 +136,10 @@ class RankSync:
         """Return where this rank may do `action`; raise where it may not. Pending gradients are applied if some rank
         needs that. Every rank calls this at the same place, with its innermost loop."""
         while True:
-            statuses = self._compare(loop, partial(self._gather, self.status(loop, action, received)))
+            statuses = self._compare(loop, self._status(loop, action, received))
             if self._may_go_on(loop, action, statuses):
                 return statuses
             # Another rank wanted the flush alone (state_dict on one rank); it is done, now this rank's own action.
-
-    def say_begun(self, own: RankStatus) -> None:
-        """This rank begins a training step now and listens later, before anything that could not be taken back. Only
-        where nothing is pending, so that no other rank can want it applied."""
-        assert self._board is not None
-        with launch_record.record_host_wait(MEETING):
-            self._board.post(own._replace(begun=1))
-        self.has_to_listen = True
-
-    def listen(self, loop: LoopState) -> list[RankStatus]:
-        """The second half of `synchronize`, after `say_begun`."""
-        assert self._board is not None and self.has_to_listen
-        self.has_to_listen = False
-        statuses = self._compare(loop, partial(self._board.read, self._seconds), later=True)
-        may_go_on = self._may_go_on(loop, Action.TRAIN, statuses)
-        assert may_go_on, "a rank wants gradients applied, and none are pending"
-        loop.early_rows_outdated = False  # a step that may begin so has no early rows
-        return statuses
 
     def _may_go_on(self, loop: LoopState, action: Action, statuses: list[RankStatus]) -> bool:
         """Raises where this rank may not do `action`; False where it is to ask again."""
@@ -201,9 +172,8 @@ class RankSync:
             raise RuntimeError(f"freescale: {describe_difference(statuses)}{why and f' ({why})'}")
         return action == Action.FLUSH or Action.FLUSH not in actions
 
-    def status(self, loop: LoopState, action: Action, received: int) -> RankStatus:
+    def _status(self, loop: LoopState, action: Action, received: int) -> RankStatus:
         """Where this rank is. Raises if its loop has ended or failed."""
-        self.begun = None
         if loop.closed:
             raise RuntimeError("freescale: this LookaheadLoader's loop has ended: the ranks were not at the same place")
         if loop.failure is None and not dist.is_initialized():
@@ -223,14 +193,10 @@ class RankSync:
             written=loop.tables_written,
         )
 
-    def _compare(
-        self, loop: LoopState, gather: Callable[[], list[list[int]]], later: bool = False
-    ) -> list[RankStatus]:
-        """`later`: the step has begun, so its compute does not wait for this."""
-        self.begun = None
+    def _compare(self, loop: LoopState, own: RankStatus) -> list[RankStatus]:
         try:
-            with launch_record.record_host_wait(MEETING, device_waits=not later):
-                said = gather()
+            with launch_record.record_host_wait(MEETING):
+                said = self._gather(own)
         except Exception as error:
             self._leave()
             loop.fail(
@@ -240,32 +206,29 @@ class RankSync:
             raise RuntimeError(f"freescale: {self.failure}") from error
         # Nearly always all say the same: then it is one and the same object for all of them, however many they are.
         first = RankStatus(*said[0])
-        statuses = [first if s is said[0] or s == said[0] else RankStatus(*s) for s in said]
-        self.begun = next((s.batch for s in statuses if s.begun), None)
-        return statuses
+        return [first if s is said[0] or s == said[0] else RankStatus(*s) for s in said]
 
     def _gather(self, own: RankStatus) -> list[list[int]]:
         if self._world == 1:
             return [list(own)]
-        if self._board is not None:
-            return self._board.gather(own, self._seconds)
         if self._mesh is not None and self._mesh.all_same(own, self._seconds):
             return [list(own)] * self._world
         assert self._group is not None
         return distributed.gather_ints(own, self._group, timedelta(seconds=self._seconds))
 
     def _leave(self) -> None:
-        """The others are not to wait for this rank. (On a board, whoever misses one leaves.)"""
+        """The others are not to wait for this rank."""
         if self._mesh is not None:
+            self._mesh.give_up()
             self._mesh.hang_up()
         if self._group is not None:
             distributed.hang_up(self._group)
 
 
 def _all_fine(statuses: list[RankStatus]) -> bool:
-    """All say the same, and nothing is wrong with it: so it nearly always is. (Some may have begun, and others not.)"""
-    first, said = statuses[0], statuses[0][:-1]
-    all_same = all(s is first or s[:-1] == said for s in statuses)
+    """All say the same, and nothing is wrong with it: so it nearly always is."""
+    first = statuses[0]
+    all_same = all(s is first for s in statuses)
     return all_same and first.incomplete < 0 and not first.planning_failed and not first.written
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from freescale.compat import module_state
 from freescale.kernels import row_kernels
-from freescale.kernels.planning import exchange_plan
+from freescale.kernels.planning.owners import Shard
 from freescale.kernels.transports import open_transports
 from freescale.runtime.tables import initial_rows
 from freescale.runtime.tables.table_exchange import Exchange
@@ -293,12 +293,12 @@ def _update_anchor(table: NativeTables, _: object) -> None:
     table._exchange.update_anchor()
 
 
-def _shards_of_all(tables: Sequence[_Table], world: int) -> list[exchange_plan.Shard]:
+def _shards_of_all(tables: Sequence[_Table], world: int) -> list[Shard]:
     """Of each table in turn, one for each rank; on a rank, they lie one after another."""
     bases, shards = [0] * world, []
     for number, table in enumerate(tables):
         for rank, (first, end) in enumerate(_blocks(table, world)):
-            shards.append(exchange_plan.Shard(number, first, end - first, rank, bases[rank]))
+            shards.append(Shard(number, first, end - first, rank, bases[rank]))
             bases[rank] += end - first
     return shards
 

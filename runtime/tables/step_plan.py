@@ -122,7 +122,6 @@ class StepPlan:
     settings: Any = None  # of the table in the backward pass whose late gradients are pending
     before: LateGradients | None = None
     next: StepPlan | None = None
-    next_apart: bool = False  # the next batch is kept apart: no rank has late gradients
     last: bool = False  # of the loop, on every rank: no gradients are late
     whole: bool = False  # nothing is early or late: the step is alone
     used: bool = False

@@ -15,7 +15,7 @@ import freescale.kernels  # noqa: F401  (registers the ops)
 from freescale.compat import dynamo
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
-from freescale.kernels.planning import exchange_plan
+from freescale.kernels.planning.owners import Shard, first_row_of_each_table, owner_map
 from freescale.runtime.tables.step_plan import StepPlan
 from freescale.runtime.tables.uncompiled_call import warn_of_uncompiled_call
 
@@ -44,7 +44,7 @@ class Exchange:
         self,
         name: str,
         table: table_registry.ShardedTable,
-        shards: list[exchange_plan.Shard],
+        shards: list[Shard],
         table_rows: list[int],
         entries: list[tuple[str, int]],
         group: dist.ProcessGroup,
@@ -58,11 +58,11 @@ class Exchange:
         self.host_group_name = group.group_name
         self.features = [feature for feature, _ in entries]
         self.sequences: list[str] = []  # features of a KeyedJaggedTensor whose rows the model gets as sequences
-        table_offsets = exchange_plan.first_row_of_each_table(table_rows)
+        table_offsets = first_row_of_each_table(table_rows)
         self.row_offsets = [table_offsets[t] for _, t in entries]
         self.table_sizes = [table_rows[t] for _, t in entries]
         tables = {t: table.describe(feature) for feature, (_, t) in enumerate(entries)}
-        owners = exchange_plan.owner_map(shards, table_rows, group.size(), tables)
+        owners = owner_map(shards, table_rows, group.size(), tables)
         self.bounds, self.shifts, self.starts = (dynamo.mark_static(t) for t in owners)
         self.update_anchor()
         # The plan of the batch that a LookaheadLoader handed out last, None without one. By this name compat knows the

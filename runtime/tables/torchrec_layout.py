@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from freescale.compat import torchrec
-from freescale.kernels.planning import exchange_plan
+from freescale.kernels.planning.owners import Shard
 
 
 class Columns(NamedTuple):
@@ -56,7 +56,7 @@ class ExchangeLayout:
     columns: list[Columns]  # its tables, in the order of the collection's
     table_rows: list[int]
     parts: list[_Part | None]  # of each rank
-    shards: list[exchange_plan.Shard] = field(default_factory=list)
+    shards: list[Shard] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
 
     def features_and_tables(self) -> list[tuple[str, int]]:
@@ -105,10 +105,10 @@ def _columns(table: Any) -> Columns:
     return Columns(table.name, _shard_offsets(table)[1])
 
 
-def _shards(part: _Part, rank: int, columns: list[Columns]) -> list[exchange_plan.Shard]:
+def _shards(part: _Part, rank: int, columns: list[Columns]) -> list[Shard]:
     shards, base = [], 0
     for t in part.configs():
-        shards.append(exchange_plan.Shard(columns.index(_columns(t)), _shard_offsets(t)[0], t.local_rows, rank, base))
+        shards.append(Shard(columns.index(_columns(t)), _shard_offsets(t)[0], t.local_rows, rank, base))
         base += t.local_rows
     return shards
 

@@ -80,7 +80,7 @@ def _one_setting_differs():
     for name in OTHER:
         cfg = _changed(name)[dist.get_rank()]
         backend._settings_compared.clear()
-        run = backend._meet_before_first_run(lambda: "ran", cfg, None, None, False)
+        run = backend._meet_before_first_run(lambda: "ran", cfg, None, None)
         try:
             errors[name] = run()
         except agreement.Disagreement as error:

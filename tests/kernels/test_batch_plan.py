@@ -1,22 +1,24 @@
-"""Whole batches planned in C, over sockets, and in Python, over gloo: the same bytes. What C says when a rank is gone."""
+"""Batches planned in C, over sockets and over gloo, against the oracle: the same bytes. What C says when a rank is gone."""
 
 from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from freescale.kernels.native import c_library
 from freescale.kernels.planning import native_plan, rank_mesh
 from freescale.kernels.planning.batch_plan import NOBODY, Copy, Room
-from freescale.kernels.planning.exchange_plan import ExchangeTables, Shard, first_row_of_each_table, owner_map
-from freescale.kernels.planning.native_batch import NativeBatchPlan
-from freescale.kernels.planning.reference_batch import ReferenceBatchPlan
-from freescale.kernels.transports.shared_segment import share_segment
+from freescale.kernels.planning.native_batch import BatchPlan, plan_alone
+from freescale.kernels.planning.owners import ExchangeTables, Shard, first_row_of_each_table, owner_map
+from planning_oracle import OraclePlan
 from ranks import run_ranks
 
 
@@ -72,26 +74,19 @@ def _planned(plan, last: bool = False, already: tuple[np.ndarray, Room] | None =
     ]  # fmt: skip
 
 
-def _open_mesh(message_bytes: int | None) -> rank_mesh.RankMesh:
-    """`message_bytes`: in memory that the ranks share; None: they share none."""
+def _open_mesh(over: str) -> rank_mesh.RankMesh | rank_mesh.GroupMesh:
     group = dist.group.WORLD
-    mesh = rank_mesh.open_mesh(group)
-    if message_bytes is not None:
-        segment, problem = share_segment(mesh.shared_bytes(message_bytes), group.rank(), group)
-        assert segment is not None, problem
-        mesh.share(segment.bytes)
-    return mesh
+    return rank_mesh.open_mesh(group) if over == "sockets" else rank_mesh.GroupMesh(group)
 
 
 SOURCE = np.array([3, 1, 4])
-SHARED = [None, 0, 200, 2**20]  # bytes: no memory, room for no message, for some, for all
 
 
-def _same(seed: int, batches: int, shared: int | None, whole: bool = False) -> int:
+def _same(seed: int, batches: int, over: str, whole: bool = False) -> int:
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     tables = [_row_wise([100, 1, 7], world, [0, 2, 1, 0]), _row_wise([2**33 + 5, 3], world, [0, 1])]
-    mesh = _open_mesh(shared)
-    native, reference = NativeBatchPlan(mesh, tables, 30.0, whole), ReferenceBatchPlan(group, tables, whole)
+    mesh = _open_mesh(over)
+    native, oracle = BatchPlan(mesh, tables, 30.0, whole), OraclePlan(group, tables, whole)
     rng, wishes = np.random.default_rng((seed, rank)), np.random.default_rng((seed, rank, 2))
     planned = kept_apart = 0
     for number in range(batches):
@@ -104,8 +99,8 @@ def _same(seed: int, batches: int, shared: int | None, whole: bool = False) -> i
         at_once = native.needed <= room.elements
         assert (copied == SOURCE).all() == at_once == (memory.shape[0] > 1)
         in_c = _planned(native, already=(memory, room) if at_once else None)
-        assert reference.request(0, ids, apart=apart) is None and _planned(reference) == in_c
-        assert native.apart == reference.apart and (rank > 0 or native.apart == apart)
+        assert oracle.request(0, ids, apart=apart) is None and _planned(oracle) == in_c
+        assert native.apart == oracle.apart and (rank > 0 or native.apart == apart)
         planned += sum(map(len, in_c[0][0]))
         (urgent, *_, late, _, _, _), _, (rows, counts, _) = in_c[0]
         if native.apart and number and not whole:
@@ -114,73 +109,71 @@ def _same(seed: int, batches: int, shared: int | None, whole: bool = False) -> i
         else:
             assert min(map(min, counts)) >= 0
         assert not whole or (late == rows[4] == [] and urgent == list(range(len(rows[3]))))  # no early ones either
-    assert whole or (_planned(native, last=True) == _planned(reference, last=True) and 0 < kept_apart < batches - 1)
+    assert whole or (_planned(native, last=True) == _planned(oracle, last=True) and 0 < kept_apart < batches - 1)
     return planned
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_same_plans_as_in_python(world):
-    assert all(n > 100 for n in run_ranks(_same, world, 5, 12, None))
+@pytest.mark.parametrize("over", ["sockets", "gloo"])
+def test_same_plans_as_the_oracle(world, over):
+    assert all(n > 100 for n in run_ranks(_same, world, 5, 12, over))
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_same_whole_plans_as_in_python(world):
-    assert all(n > 100 for n in run_ranks(_same, world, 5, 6, None, True))
+@pytest.mark.parametrize("over", ["sockets", "gloo"])
+def test_same_self_contained_plans_as_the_oracle(world, over):
+    assert all(n > 100 for n in run_ranks(_same, world, 5, 6, over, True))
 
 
-@pytest.mark.parametrize("shared", SHARED[1:])
-def test_same_plans_through_shared_memory(shared):
-    assert all(n > 100 for n in run_ranks(_same, 3, 5, 12, shared))
+def _rounds(exchanges: int) -> list[int]:
+    rounds, carrier = [], rank_mesh._CARRIER
 
+    def counting(carry: Any) -> Any:
+        return carrier(lambda *args: (rounds.append(rounds.pop() + 1), carry(*args))[1])
 
-def _rounds_and_messages(exchanges: int, shared: int | None) -> tuple[list[int], int]:
-    mesh, world = _open_mesh(shared), dist.get_world_size()
-    tables = [_row_wise([100], world, [0])] * exchanges
-    plan, rounds = NativeBatchPlan(mesh, tables, 30.0), []
+    with mock.patch.object(rank_mesh, "_CARRIER", counting):
+        mesh = _open_mesh("gloo")
+    plan = BatchPlan(mesh, [_row_wise([100], dist.get_world_size(), [0])] * exchanges, 30.0)
     for _ in range(3):
-        before, _ = mesh.counts()
+        rounds.append(0)
         plan.request(0, [torch.arange(100)] * exchanges)
         memory = _memory(plan)
         plan.plan(_room(memory))
-        rounds.append(mesh.counts()[0] - before)
-    return rounds, mesh.counts()[1]
+    return rounds
 
 
 @pytest.mark.parametrize("exchanges", [1, 5])
 def test_all_exchanges_of_a_batch_are_planned_in_the_same_three_rounds(exchanges):
     """How many rows and whether all go on, the rows, which of them collide; the first batch collides with none."""
-    for rounds, messages in run_ranks(_rounds_and_messages, 3, exchanges, 2**20):
-        assert rounds == [2, 3, 3] and messages == 0
-    for rounds, messages in run_ranks(_rounds_and_messages, 3, exchanges, None):
-        # One each way with both others in a round; what is not there at once is asked for again.
-        assert rounds == [2, 3, 3] and messages >= 8 * 2 * 2
+    assert run_ranks(_rounds, 3, exchanges) == [[2, 3, 3]] * 3
 
 
-def _headers(status: list[int], bad: int) -> tuple:
+def _headers(over: str, status: list[int], bad: int) -> tuple:
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     tables = [_row_wise([10], world, [0]), _row_wise([5, 6], world, [0, 1])]
     ids = [torch.tensor([3, 9]), torch.tensor([4]), torch.tensor([bad if rank == 1 else 5, 0])]
-    native = NativeBatchPlan(rank_mesh.open_mesh(group), tables, 30.0)
+    native = BatchPlan(_open_mesh(over), tables, 30.0)
     first, second = (
-        plan.request(status[rank], None if status[rank] else ids) for plan in (native, ReferenceBatchPlan(group, tables))
+        plan.request(status[rank], None if status[rank] else ids) for plan in (native, OraclePlan(group, tables))
     )
     assert first.statuses == second.statuses and first.invalid_ids == second.invalid_ids
     assert [c.tolist() for c in first.send_counts] == [c.tolist() for c in second.send_counts]
     return first.statuses, first.invalid_ids
 
 
-def test_ranks_hear_who_does_not_go_on_and_of_invalid_ids():
-    for statuses, invalid in run_ranks(_headers, 2, [0, 2], 5):
+@pytest.mark.parametrize("over", ["sockets", "gloo"])
+def test_ranks_hear_who_does_not_go_on_and_of_invalid_ids(over):
+    for statuses, invalid in run_ranks(_headers, 2, over, [0, 2], 5):
         assert statuses == [0, 2] and invalid == [None, None]
-    for statuses, invalid in run_ranks(_headers, 2, [0, 0], 6):
+    for statuses, invalid in run_ranks(_headers, 2, over, [0, 0], 6):
         assert statuses == [0, 0] and invalid == [None, (1, (1, 6))]
-    for _, invalid in run_ranks(_headers, 2, [0, 0], -2):
+    for _, invalid in run_ranks(_headers, 2, over, [0, 0], -2):
         assert invalid == [None, (1, (1, -2))]
 
 
-def _one_leaves(how: str, shared: int | None) -> str:
-    rank, mesh = dist.get_rank(), _open_mesh(shared)
-    plan = NativeBatchPlan(mesh, [_row_wise([10], 3, [0])], 2.0)
+def _one_leaves(how: str) -> str:
+    rank, mesh = dist.get_rank(), _open_mesh("sockets")
+    plan = BatchPlan(mesh, [_row_wise([10], 3, [0])], 2.0)
     plan.request(0, [torch.tensor([0, 5, 9])])  # a row of each rank
     if rank == 2:
         if how == "dies":
@@ -203,9 +196,8 @@ def _one_leaves(how: str, shared: int | None) -> str:
     pytest.param("hangs up", "has left", marks=pytest.mark.thorough),
     pytest.param("sleeps", "has not answered within 2 s", marks=pytest.mark.thorough),
 ])  # fmt: skip
-@pytest.mark.parametrize("shared", [None, pytest.param(2**20, marks=pytest.mark.thorough)])
-def test_a_rank_that_leaves_is_named(how, expected, shared):
-    errors = run_ranks(_one_leaves, 3, how, shared, expect_errors=True)
+def test_a_rank_that_leaves_is_named(how, expected):
+    errors = run_ranks(_one_leaves, 3, how, expect_errors=True)
     # The other rank may have failed first, and left in turn.
     assert all("RuntimeError: rank" in e and ("has left" in e or expected in e) for e in errors[:2]), errors
     assert any(f"rank 2 {expected}" in e for e in errors[:2]), errors
@@ -214,7 +206,7 @@ def test_a_rank_that_leaves_is_named(how, expected, shared):
 def _large(megabytes: int) -> None:
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     rows = megabytes * 2**17
-    plan = NativeBatchPlan(rank_mesh.open_mesh(group), [_row_wise([rows], world, [0])], 60.0)
+    plan = BatchPlan(rank_mesh.open_mesh(group), [_row_wise([rows], world, [0])], 60.0)
     for _ in range(2):
         plan.request(0, [torch.randperm(rows)])
         memory = _memory(plan)
@@ -277,9 +269,55 @@ def _stranger() -> bool:
 
     rank_mesh._listen = with_stranger
     mesh = rank_mesh.open_mesh(group)
-    plan = NativeBatchPlan(mesh, [_row_wise([10], 2, [0])], 5.0)
+    plan = BatchPlan(mesh, [_row_wise([10], 2, [0])], 5.0)
     return plan.request(rank, None).statuses == [0, 1]
 
 
 def test_a_stranger_is_not_taken_for_a_rank():
     assert run_ranks(_stranger, 2) == [True, True]
+
+
+def _without_library(where: list[int], folder: str) -> list[str]:
+    """What a loop and an op without a loop say, where the library is missing on some ranks."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    if rank in where:
+        c_library._FOLDER = Path(folder)
+        native_plan.library.cache_clear()
+    tables, said = _row_wise([10], 2, [0]), []
+    for plan in (lambda: rank_mesh.open_mesh(group), lambda: plan_alone([torch.tensor([rank])], tables, "t", group)):
+        with pytest.raises(RuntimeError) as error:
+            plan()
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize("where", ([1], [0, 1]))
+def test_without_the_c_library_all_ranks_say_so(where, tmp_path):
+    why = f"its C library is not in {tmp_path}: install freescale with pip, in a checkout with `pip install -e .`"
+    other = "because its C library is missing: `python -m freescale doctor` on rank 1 says what to do"
+    for rank, said in enumerate(run_ranks(_without_library, 2, where, str(tmp_path))):
+        own = f"freescale: this rank cannot plan batches: {why}"
+        assert said == [
+            f"freescale: rank {where[0]} cannot plan batches: {why}",
+            own if rank in where else f"freescale: rank 1 cannot plan batches, {other}",
+        ]
+
+
+def _group_fails() -> str:
+    """On rank 1 the process group does, between the collectives of a batch."""
+    mesh = _open_mesh("gloo")
+    plan, send = BatchPlan(mesh, [_row_wise([10], 2, [0])], 5.0), rank_mesh.all_to_all_cpu
+
+    def fail(*args: Any) -> None:
+        raise ConnectionError("no way there")
+
+    plan.request(0, [torch.tensor([0, 5])])
+    memory = _memory(plan)
+    with mock.patch.object(rank_mesh, "all_to_all_cpu", fail if dist.get_rank() == 1 else send):
+        plan.plan(_room(memory))
+    return "planned"
+
+
+def test_what_a_process_group_fails_with_is_raised():
+    errors = run_ranks(_group_fails, 2, expect_errors=True)
+    assert errors[1].startswith("ConnectionError: no way there") and errors[0].startswith("RuntimeError: "), errors

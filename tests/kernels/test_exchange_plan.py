@@ -1,4 +1,4 @@
-"""Planning against plain Python sets, on several ranks that are threads of this process: in C and in Python."""
+"""Planning against plain Python sets, on several ranks that are threads of this process: in C, and by the oracle."""
 
 from __future__ import annotations
 
@@ -16,41 +16,70 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels.planning import exchange_plan, native_plan, row_requests
-from freescale.kernels.planning.native_batch import NativeBatchPlan
+import planning_oracle
+from freescale.kernels.planning import rank_mesh
+from freescale.kernels.planning.native_batch import BatchPlan, plan_alone
+from freescale.kernels.planning.owners import (
+    ExchangeTables,
+    Shard,
+    first_invalid_id,
+    first_row_of_each_table,
+    owner_map,
+)
 from freescale.kernels.planning.rank_mesh import RankMesh
-from freescale.kernels.planning.reference_batch import ReferenceBatchPlan
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.plan_block import PlanBlock
+from planning_oracle import OraclePlan
 
 DIM = 2
+WHO = "C"  # plans
 Key = tuple[int, int]  # table, row
 
 
-@pytest.fixture(params=["C", "NumPy"], scope="module", autouse=True)
+@pytest.fixture(params=["C", "the oracle"], scope="module", autouse=True)
 def _both_ways(request):
-    if request.param == "C":
-        assert native_plan.library() is not None
+    with mock.patch(f"{__name__}.WHO", request.param):
         yield
-    else:
-        with mock.patch.object(native_plan, "library", lambda: None):
-            yield
+
+
+class Group(int):
+    """Of a rank that is a thread: its number. `all_to_all` takes the place of a process group's."""
+
+    def __new__(cls, rank: int, world: int):
+        group = super().__new__(cls, rank)
+        group.world = world
+        return group
+
+    def rank(self) -> int:
+        return int(self)
+
+    def size(self) -> int:
+        return self.world
 
 
 class Threads:
-    """Ranks as threads. `all_to_all` takes the place of the one over a process group; `group` is the rank."""
+    """Ranks as threads."""
 
     def __init__(self, world: int, plans: bool = False) -> None:
         self.world, self.box = world, {}
         self.barrier = threading.Barrier(world, timeout=30)
         self.sockets: list[list[socket.socket | None]] = [[None] * world for _ in range(world)]  # closed by RankMesh
-        for a, b in itertools.combinations(range(world), 2) if plans and native_plan.library() is not None else ():
+        for a, b in itertools.combinations(range(world), 2) if plans and WHO == "C" else ():
             self.sockets[a][b], self.sockets[b][a] = socket.socketpair()
 
-    def batch_plan(self, rank: int, tables: exchange_plan.ExchangeTables):
-        if native_plan.library() is None:
-            return ReferenceBatchPlan(rank, [tables])
-        return NativeBatchPlan(RankMesh(self.sockets[rank], rank), [tables], 30.0)
+    def batch_plan(self, rank: int, tables: ExchangeTables):
+        if WHO == "C":
+            return BatchPlan(RankMesh(self.sockets[rank], rank), [tables], 30.0)
+        return OraclePlan(rank, [tables])
+
+    def plan_alone(self, rank: int, ids: list[torch.Tensor], tables: ExchangeTables) -> list[torch.Tensor]:
+        """What plan_now returns."""
+        if WHO == "C":
+            return list(plan_alone(ids, tables, "t", Group(rank, self.world)))
+        asked = planning_oracle.request_rows(ids, *tables, rank)
+        order, ends = asked.needed[1:]
+        own = planning_oracle.deduplicate(asked.rows)
+        return [asked.inverse, order, ends, asked.recv_counts, asked.rows, asked.send_counts, *own]
 
     def all_to_all(self, out, x, recv, send, group):
         assert sum(send) == x.shape[0] and sum(recv) == out.shape[0]
@@ -75,7 +104,7 @@ class Threads:
                 self.barrier.abort()
                 raise
 
-        with mock.patch.object(row_requests, "all_to_all_cpu", self.all_to_all), ThreadPoolExecutor(self.world) as pool:
+        with mock.patch.object(rank_mesh, "all_to_all_cpu", self.all_to_all), ThreadPoolExecutor(self.world) as pool:
             futures = [pool.submit(rank, r) for r in range(self.world)]
             errors = [e for f in futures if (e := f.exception()) is not None]
             for e in errors:
@@ -88,7 +117,7 @@ class Threads:
 class Case:
     world: int
     tables: list[int]  # rows of each
-    shards: list[exchange_plan.Shard]
+    shards: list[Shard]
     features: list[int]  # the table of each
     ids: list[list[list[list[int]]]]  # batch, rank, feature
 
@@ -123,7 +152,7 @@ def cases(draw) -> Case:
         else:
             cuts = sorted(draw(st.lists(st.integers(0, size), min_size=world - 1, max_size=world - 1)))
         for owner, (a, b) in enumerate(zip([0, *cuts], [*cuts, size], strict=True)):
-            shards.append(exchange_plan.Shard(t, a, b - a, owner, base[owner]))
+            shards.append(Shard(t, a, b - a, owner, base[owner]))
             base[owner] += b - a
     features = draw(st.lists(st.integers(0, len(tables) - 1), min_size=1, max_size=4))
     batches = draw(st.integers(2, 3))
@@ -147,30 +176,30 @@ def cases(draw) -> Case:
 
 @dataclass
 class Planned:
-    asked: exchange_plan.Requests
-    rows: exchange_plan.Split
-    gradients: exchange_plan.Split
+    asked: planning_oracle.Requests
+    rows: planning_oracle.Split
+    gradients: planning_oracle.Split
     step: step_plan.StepPlan
 
 
 def plan_all(case: Case, threads: Threads, rank: int) -> list[Planned]:
     """What the background thread of a LookaheadLoader does."""
-    owners = exchange_plan.owner_map(case.shards, case.tables, case.world)
-    firsts = exchange_plan.first_row_of_each_table(case.tables)
+    owners = owner_map(case.shards, case.tables, case.world)
+    firsts = first_row_of_each_table(case.tables)
     first_rows, sizes = [firsts[t] for t in case.features], [case.tables[t] for t in case.features]
-    plan = threads.batch_plan(rank, exchange_plan.ExchangeTables(first_rows, sizes, owners))
+    plan = threads.batch_plan(rank, ExchangeTables(first_rows, sizes, owners))
     planned: list[Planned] = []
     for number, batch in enumerate(case.ids):
         ids = [torch.tensor(i, dtype=torch.int64) for i in batch[rank]]
-        asked = row_requests.request_rows(ids, first_rows, sizes, owners, "t", rank)
+        asked = planning_oracle.request_rows(ids, first_rows, sizes, owners, rank)
         if planned:
-            gradients, rows = row_requests.split_colliding(planned[-1].asked, asked, rank)
+            gradients, rows = planning_oracle.split_colliding(planned[-1].asked, asked, rank)
             planned[-1].gradients = gradients.split
         else:
-            rows = exchange_plan.plan_rows(asked, exchange_plan.all_urgent(asked))
+            rows = planning_oracle.plan_rows(asked, planning_oracle.all_urgent(asked))
         step = plan_steps(plan, number, ids, planned[-1].step if planned else None)
         planned.append(Planned(asked, rows.split, None, step))
-    planned[-1].gradients = exchange_plan.all_urgent(planned[-1].asked)
+    planned[-1].gradients = planning_oracle.all_urgent(planned[-1].asked)
     block = PlanBlock(plan.needed_for_last)
     block.fill(plan.plan_last)
     (last,) = block.exchanges
@@ -204,11 +233,11 @@ def check(case: Case, threads: Threads, rank: int) -> None:
         check_backward(case, threads, rank, t, p)
 
 
-def check_requests(case: Case, threads: Threads, rank: int, t: int, asked: exchange_plan.Requests) -> list[Key]:
+def check_requests(case: Case, threads: Threads, rank: int, t: int, asked: planning_oracle.Requests) -> list[Key]:
     """Returns this rank's unique keys in the order of the plan."""
     positions, mine = case.keys(t, rank), asked.needed
     unique = sorted(set(positions), key=case.place)
-    assert asked.inverse.tolist() == exchange_plan.inverse_index(mine).tolist()
+    assert asked.inverse.tolist() == planning_oracle.inverse_index(mine).tolist()
     assert [unique[i] for i in asked.inverse.tolist()] == positions
     order, start = mine.order.tolist(), 0
     for key, end in zip(unique, mine.ends.tolist(), strict=True):
@@ -286,10 +315,10 @@ def check_backward(case, threads, rank, t, p):
     assert step.late_slot.shape == (n, DIM) and step.stats["bytes_late"] == 4 * DIM * n
 
 
-ROW_WISE = [exchange_plan.Shard(0, 0, 3, 0, 0), exchange_plan.Shard(0, 3, 3, 1, 0)]
+ROW_WISE = [Shard(0, 0, 3, 0, 0), Shard(0, 3, 3, 1, 0)]
 
 # Tables, shards and keys beyond 2**31 and 2**32; the rows of rank 0 begin there too.
-LARGE = [exchange_plan.Shard(0, 0, 2**32 + 9, 0, 0), exchange_plan.Shard(0, 2**32 + 9, 2**32 - 9, 1, 0), exchange_plan.Shard(1, 0, 7, 0, 2**32 + 9)]
+LARGE = [Shard(0, 0, 2**32 + 9, 0, 0), Shard(0, 2**32 + 9, 2**32 - 9, 1, 0), Shard(1, 0, 7, 0, 2**32 + 9)]
 LARGE_IDS = [0, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 2**32 + 8, 2**32 + 9, 2**33 - 1]
 
 
@@ -299,7 +328,7 @@ def plans_of_consecutive_batches(examples):
     @example(Case(2, [6], ROW_WISE, [0], [[[[]], [[]]], [[[]], [[]]]]))  # nobody asks for anything
     @example(Case(2, [6], ROW_WISE, [0], [[[[1, 4, 1]], [[]]], [[[]], [[4, 4, 1]]]]))  # another rank needs the rows next
     @example(Case(2, [6], ROW_WISE, [0], [[[[5]], [[5]]], [[[0]], [[0]]], [[[5]], [[5]]]]))  # in, out and in again
-    @example(Case(2, [1], [exchange_plan.Shard(0, 0, 1, 1, 0)], [0, 0], [[[[0], [0, 0]], [[], []]]] * 2))  # a table of one row
+    @example(Case(2, [1], [Shard(0, 0, 1, 1, 0)], [0, 0], [[[[0], [0, 0]], [[], []]]] * 2))  # a table of one row
     @settings(max_examples=examples, deadline=None)
     def test(case):
         threads = Threads(case.world, plans=True)
@@ -316,7 +345,7 @@ test_plans_of_many_consecutive_batches = pytest.mark.thorough(plans_of_consecuti
 def test_plans_of_larger_batches(table):
     world, random = 3, np.random.default_rng(0)
     block = table // world
-    shards = [exchange_plan.Shard(t, r * block, block, r, t * block) for t in range(2) for r in range(world)]
+    shards = [Shard(t, r * block, block, r, t * block) for t in range(2) for r in range(world)]
 
     def ids() -> list[int]:
         return (random.zipf(1.2, 300) * 7919 % table).tolist()
@@ -346,11 +375,11 @@ lists = st.lists(numbers, max_size=40).map(lambda x: torch.tensor(x, dtype=torch
 @given(lists)
 @settings(max_examples=150, deadline=None)
 def test_group_keeps_the_order_of_duplicates(values):
-    found, x = exchange_plan.deduplicate(values), values.tolist()
+    found, x = planning_oracle.deduplicate(values), values.tolist()
     assert found.values.tolist() == sorted(set(x))
     assert found.order.tolist() == sorted(range(len(x)), key=lambda i: (x[i], i))
-    assert exchange_plan.segment_sizes(found.ends).tolist() == [x.count(v) for v in found.values.tolist()]
-    assert found.values[exchange_plan.inverse_index(found)].tolist() == x
+    assert planning_oracle.segment_sizes(found.ends).tolist() == [x.count(v) for v in found.values.tolist()]
+    assert found.values[planning_oracle.inverse_index(found)].tolist() == x
     assert all(t.dtype == torch.int64 and t.stride() == (1,) for t in found)
 
 
@@ -358,9 +387,9 @@ def test_group_keeps_the_order_of_duplicates(values):
 @settings(max_examples=150, deadline=None)
 def test_shared_is_an_intersection(x, y):
     def requested(rows):
-        return exchange_plan.Requests(None, None, rows, torch.tensor([rows.shape[0]]), None)
+        return planning_oracle.Requests(None, None, rows, torch.tensor([rows.shape[0]]), None)
 
-    in_x, in_y, message = exchange_plan.collide(requested(x), requested(y))
+    in_x, in_y, message = planning_oracle.collide(requested(x), requested(y))
     assert message.tolist() == in_y.tolist() + in_x.tolist()
     assert in_x.tolist() == [v in y.tolist() for v in x.tolist()]
     assert in_y.tolist() == [v in x.tolist() for v in y.tolist()]
@@ -369,12 +398,12 @@ def test_shared_is_an_intersection(x, y):
 
 def test_rows_beyond_32_bits():
     rows = 2**33
-    owners = exchange_plan.owner_map([exchange_plan.Shard(0, 0, 2**32, 0, 0), exchange_plan.Shard(0, 2**32, 2**32, 1, 0)], [rows], 2)
+    owners = owner_map([Shard(0, 0, 2**32, 0, 0), Shard(0, 2**32, 2**32, 1, 0)], [rows], 2)
     case_ids = [[rows - 1, 5, rows - 1], [2**32, 5]]
-    threads = Threads(2)
-    first, second = threads.run(lambda r: row_requests.request_rows([torch.tensor(case_ids[r])], [0], [rows], owners, "t", r))
-    assert first.rows.tolist() == [5, 5] and second.rows.tolist() == [2**32 - 1, 0]
-    assert first.needed.order.tolist() == [1, 0, 2] and second.needed.order.tolist() == [1, 0]
+    threads, tables = Threads(2), ExchangeTables([0], [rows], owners)
+    first, second = threads.run(lambda r: threads.plan_alone(r, [torch.tensor(case_ids[r])], tables))
+    assert first[4].tolist() == [5, 5] and second[4].tolist() == [2**32 - 1, 0]
+    assert first[1].tolist() == [1, 0, 2] and second[1].tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("popular", [False, True])  # ids: all alike, or small ones far more often than large ones
@@ -382,23 +411,32 @@ def test_rows_beyond_32_bits():
 def test_many_ids(rows, popular):
     """So many that they are sorted in parts, one of which may hold nearly all of them; of two features of one table, whose
     shards lie at their owners in another order."""
-    random = np.random.default_rng(rows)
+    world, half = 2, rows // 2
+    tables = ExchangeTables([0, 0], [rows, rows], owner_map([Shard(0, 0, half, 1, 0), Shard(0, half, rows - half, 0, 0)], [rows], 2))
+    numbers = [_many_numbers(np.random.default_rng((rows, rank)), rows, popular) for rank in range(world)]
+    small = np.int32 if rows < 2**31 else np.int64
+    ids = [[torch.from_numpy(n[:15_000].astype(small)), torch.from_numpy(n[15_000:])] for n in numbers]
+    threads = Threads(world)
+    made = threads.run(lambda rank: threads.plan_alone(rank, ids[rank], tables))
+    wanted: list[list[np.ndarray]] = [[], []]  # of each owner, by requester
+    for n, (inverse, order, ends, recv_counts, *_) in zip(numbers, made, strict=True):
+        expected_keys = np.where(n < half, n + rows - half, n - half)
+        keys, expected_inverse = np.unique(expected_keys, return_inverse=True)
+        of_first = int((keys < rows - half).sum())
+        _same((inverse, order, ends), (expected_inverse, np.argsort(expected_keys, kind="stable"), np.cumsum(np.bincount(expected_inverse))))
+        assert recv_counts.tolist() == [of_first, keys.shape[0] - of_first]
+        for at_owner, of_owner in zip(wanted, (keys[:of_first], keys[of_first:] - (rows - half)), strict=True):
+            at_owner.append(of_owner)
+    for at_owner, (*_, requested, send_counts, own_rows, own_order, own_ends) in zip(wanted, made, strict=True):
+        expected = np.concatenate(at_owner)
+        distinct, counts = np.unique(expected, return_counts=True)
+        _same((requested, own_rows, own_order, own_ends), (expected, distinct, np.argsort(expected, kind="stable"), np.cumsum(counts)))
+        assert send_counts.tolist() == [x.shape[0] for x in at_owner]
+
+
+def _many_numbers(random: np.random.Generator, rows: int, popular: bool) -> np.ndarray:
     bound = rows ** random.random(40_000) if popular else random.random(40_000) * rows
-    numbers = np.minimum(bound.astype(np.int64), rows - 1)
-    ids = [torch.from_numpy(numbers[:15_000].astype(np.int32 if rows < 2**31 else np.int64)), torch.from_numpy(numbers[15_000:])]
-    half = rows // 2
-    shards = [exchange_plan.Shard(0, 0, half, 1, 0), exchange_plan.Shard(0, half, rows - half, 0, 0)]
-    owners = exchange_plan.owner_map(shards, [rows], 2)
-    own = exchange_plan.own_requests(ids, [0, 0], [rows, rows], owners)
-    expected_keys = np.where(numbers < half, numbers + rows - half, numbers - half)
-    keys, inverse = np.unique(expected_keys, return_inverse=True)
-    of_first = int((keys < rows - half).sum())
-    _same(own.needed, (keys, np.argsort(expected_keys, kind="stable"), np.cumsum(np.bincount(inverse))))
-    rows_at_owners = np.where(keys < rows - half, keys, keys - (rows - half))
-    _same(own[1:], (inverse, rows_at_owners, np.array([of_first, keys.shape[0] - of_first])))
-    distinct, counts = np.unique(numbers, return_counts=True)
-    unique = exchange_plan.deduplicate(torch.from_numpy(numbers))
-    _same(unique, (distinct, np.argsort(numbers, kind="stable"), np.cumsum(counts)))
+    return np.minimum(bound.astype(np.int64), rows - 1)
 
 
 def _same(tensors, arrays):
@@ -410,13 +448,21 @@ def _same(tensors, arrays):
 def test_first_id_outside_its_table(dtype):
     good, bad = torch.tensor([0, 3], dtype=dtype), torch.tensor([1, 4, -1], dtype=dtype)
     none = torch.tensor([], dtype=dtype)
-    assert exchange_plan.first_invalid_id([none, good], [0, 4]) is None
-    assert exchange_plan.first_invalid_id([none, good, bad], [0, 4, 4]) == (2, 4)
-    assert exchange_plan.first_invalid_id([none, bad, good], [0, 5, 3]) == (1, -1)
-    assert exchange_plan.first_invalid_id([good, good], [4, 3]) == (1, 3)  # the table's size, and nothing else wrong
-    owners = exchange_plan.owner_map([exchange_plan.Shard(0, 0, 20, 0, 0)], [20], 1)
-    assert exchange_plan.own_requests([none, good, bad], [0, 0, 0], [0, 4, 4], owners) == (2, 4)
-    assert exchange_plan.own_requests([none, bad, good], [0, 0, 9], [0, 5, 3], owners) == (1, -1)
-    assert exchange_plan.own_requests([good, good], [0, 4], [4, 3], owners) == (1, 3)
-    own = exchange_plan.own_requests([good, none, good], [0, 4, 7], [4, 0, 4], owners)
-    assert own.rows.tolist() == [0, 3, 7, 10] and own.inverse.tolist() == [0, 1, 2, 3]
+    assert first_invalid_id([none, good], [0, 4]) is None
+    assert first_invalid_id([none, good, bad], [0, 4, 4]) == (2, 4)
+    assert first_invalid_id([none, bad, good], [0, 5, 3]) == (1, -1)
+    assert first_invalid_id([good, good], [4, 3]) == (1, 3)  # the table's size, and nothing else wrong
+    owners = owner_map([Shard(0, 0, 20, 0, 0)], [20], 1)
+
+    def found(ids, first_rows, sizes):
+        tables = ExchangeTables(first_rows, sizes, owners)
+        if WHO == "C":
+            return BatchPlan(RankMesh([None], 0), [tables], 30.0).request(0, ids).invalid_ids
+        return [(0, planning_oracle.own_requests(ids, *tables))]
+
+    assert found([none, good, bad], [0, 0, 0], [0, 4, 4]) == [(0, (2, 4))]
+    assert found([none, bad, good], [0, 0, 9], [0, 5, 3]) == [(0, (1, -1))]
+    assert found([good, good], [0, 4], [4, 3]) == [(0, (1, 3))]
+    threads, tables = Threads(1), ExchangeTables([0, 4, 7], [4, 0, 4], owners)
+    (own,) = threads.run(lambda rank: threads.plan_alone(rank, [good, none, good], tables))
+    assert own[4].tolist() == [0, 3, 7, 10] and own[0].tolist() == [0, 1, 2, 3]

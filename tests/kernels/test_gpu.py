@@ -97,10 +97,9 @@ def _look_ahead():
         plain = Trainer(optimizer, "none", "eager", "cuda").train(0.3, 100, wrapped=False)
         trainer = Trainer(optimizer, "all", "eager", "cuda")
         ahead = trainer.train(0.3, 100, wrapped=True)
-        chosen = trainer.train(0.3, 100, wrapped=True, overlap=None)  # tries both ways
-        assert same(plain, ahead) and same(plain, chosen), optimizer
-        assert {s["bytes_early"] == 0 for s in chosen[2][40:] if s["exchange"].startswith("item")} == {True, False}
+        assert same(plain, ahead), optimizer
         assert trainer.compilations == 2  # with ids, and without any
+        assert same(plain, trainer.train(0.3, 100, wrapped=True, overlap=False)), optimizer
     fused = Trainer("sgd", "all", "inductor", "cuda").train(0.3, 30, wrapped=True)
     again = Trainer("sgd", "none", "inductor", "cuda").train(0.3, 30, wrapped=False)
     return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(fused[0], again[0], strict=True))

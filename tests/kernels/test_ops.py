@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 
 import freescale.kernels  # noqa: F401
+import planning_oracle
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LATE, URGENT
-from freescale.kernels.planning import exchange_plan
+from freescale.kernels.planning.owners import Shard, owner_map
 from ranks import run_ranks
 
 ops = torch.ops.freescale
@@ -45,7 +46,7 @@ def one_rank(tmp_path):
 
 
 def _plan_args(table: str, group: str):
-    owners = exchange_plan.owner_map([exchange_plan.Shard(0, 0, 6, 0, 0), exchange_plan.Shard(1, 0, 4, 0, 6)], [6, 4], 1)
+    owners = owner_map([Shard(0, 0, 6, 0, 0), Shard(1, 0, 4, 0, 6)], [6, 4], 1)
     return ([torch.tensor([3, 1, 3, 5]), torch.tensor([0, 2])], [0, 6], [6, 4], *owners, table, group)
 
 
@@ -188,12 +189,12 @@ def test_owner_map_reaches_every_row_once(data):
     for t, size in enumerate(sizes):
         cuts = sorted(data.draw(st.lists(st.integers(0, size), min_size=world - 1, max_size=world - 1)))
         for owner, (a, b) in enumerate(zip([0, *cuts], [*cuts, size], strict=True)):
-            shards.append(exchange_plan.Shard(t, a, b - a, owner, base[owner]))
+            shards.append(Shard(t, a, b - a, owner, base[owner]))
             base[owner] += b - a
-    owners = exchange_plan.owner_map(shards, sizes, world)
-    keys = exchange_plan.keys_of(torch.arange(sum(sizes)), owners)
+    owners = owner_map(shards, sizes, world)
+    keys = planning_oracle.keys_of(torch.arange(sum(sizes)), owners)
     assert sorted(keys.tolist()) == list(range(sum(sizes)))
-    assert exchange_plan.counts_per_owner(keys.sort().values, owners).tolist() == base
+    assert planning_oracle.counts_per_owner(keys.sort().values, owners).tolist() == base
 
 
 @pytest.mark.parametrize("shards, fault", (
@@ -205,15 +206,15 @@ def test_owner_map_reaches_every_row_once(data):
     ([(0, 0, 5), (1, 0, 5)], "table 0: one ends with row 4"),
 ))  # fmt: skip
 def test_shards_that_do_not_cover_a_table_are_refused(shards, fault):
-    shards = [exchange_plan.Shard(*s, owner=0, base=0) for s in shards]
+    shards = [Shard(*s, owner=0, base=0) for s in shards]
     tables = {1: "the one with 5 rows"} if "the one" in fault else {}
     with pytest.raises(ValueError, match=f"^freescale: the shards do not cover {fault}$"):
-        exchange_plan.owner_map(shards, [4, 5], 1, tables)
+        owner_map(shards, [4, 5], 1, tables)
 
 
 def test_a_shard_without_rows_may_be_anywhere():
-    shards = [exchange_plan.Shard(0, first, rows, owner, 0) for owner, (first, rows) in enumerate(((0, 0), (0, 4), (4, 0), (2, 0)))]
-    assert exchange_plan.owner_map(shards, [4], 4).starts.tolist() == [0, 0, 4, 4, 4]
+    shards = [Shard(0, first, rows, owner, 0) for owner, (first, rows) in enumerate(((0, 0), (0, 4), (4, 0), (2, 0)))]
+    assert owner_map(shards, [4], 4).starts.tolist() == [0, 0, 4, 4, 4]
 
 
 def _launch_under_inductor():

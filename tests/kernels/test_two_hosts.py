@@ -37,7 +37,7 @@ before = netlab.sent_bytes()
 sizes = {{"ring_bytes": 1 << 20, "piece_bytes": 8192}}
 launched = test_transports.many("auto", "cpu", 12, 900, 4, sizes)
 sent = netlab.sent_bytes() - before
-planned = test_batch_plan._same(5, 4, None)  # over sockets of the two networks, and over gloo
+planned = test_batch_plan._same(5, 4, "sockets")  # over those of the two networks, and over gloo
 with open(sys.argv[1] + str(dist.get_rank()), "w") as f:
     json.dump({{"launched": launched, "sent": sent, "said": said, "planned": planned}}, f)
 dist.barrier()

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from freescale.kernels.planning import native_plan, rank_mesh
 from freescale.kernels.planning.batch_plan import GRADIENT_ARRAYS, Room
-from freescale.kernels.planning.exchange_plan import ExchangeTables, Shard, owner_map
-from freescale.kernels.planning.native_batch import NativeBatchPlan
+from freescale.kernels.planning.native_batch import BatchPlan
+from freescale.kernels.planning.owners import ExchangeTables, Shard, owner_map
 from freescale.simulate.collisions import CollisionCounter, Counts
 from freescale.simulate.workload import Batch, Generated, Workload
 from ranks import run_ranks
@@ -52,7 +52,7 @@ def _planned(w: Workload) -> list[list[int]]:
     rank, block = dist.get_rank(), -(-w.rows // w.ranks)
     sizes = [min(block, w.rows - r * block) for r in range(w.ranks)]
     owners = owner_map([Shard(0, r * block, n, r, 0) for r, n in enumerate(sizes)], [w.rows], w.ranks)
-    plan = NativeBatchPlan(rank_mesh.open_mesh(dist.group.WORLD), [ExchangeTables([0], [w.rows], owners)], 30.0)
+    plan = BatchPlan(rank_mesh.open_mesh(dist.group.WORLD), [ExchangeTables([0], [w.rows], owners)], 30.0)
     found: list[list[int]] = []
     values_of_row = np.empty(0)  # of each row that this rank requests, in the batch before
     for step in range(STEPS + 1):

@@ -20,7 +20,7 @@ golden_text = pytest.mark.skipif(
 
 def _answer_yourself(out, x, recv, send, group) -> None:
     """Peers that ask for as many rows as they are asked for, always for row 0: a legal plan without peers."""
-    if out.dim() == 2:
+    if out.dim() == 2 and not (out.dtype == torch.uint8 and out.shape[1] == 8):  # in C, a row has eight bytes
         out.copy_(x)
     else:
         out.zero_()
@@ -30,14 +30,14 @@ def _answer_yourself(out, x, recv, send, group) -> None:
 def fake_world(rank: int, world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from freescale.kernels.planning import row_requests
+    from freescale.kernels.planning import rank_mesh
     from freescale.runtime import agreement
 
     torch._dynamo.reset()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         with (
-            mock.patch.object(row_requests, "all_to_all_cpu", _answer_yourself),
+            mock.patch.object(rank_mesh, "all_to_all_cpu", _answer_yourself),
             mock.patch.object(agreement, "agree", lambda *a, **k: None),
         ):
             yield

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import trec
 from freescale.compat import distributed
-from freescale.runtime.lookahead import loop_stack, planner, rank_status
+from freescale.runtime.lookahead import loop_stack, planner
 from freescale.runtime.lookahead.exception_in_flight import describe_exception
 from loops import Training, data
 from ranks import HAS_TORCHREC, run_ranks
@@ -274,14 +274,12 @@ def test_the_exception_that_ends_the_process_is_named(monkeypatch):
 # ---- ranks -------------------------------------------------------------------------------------------------------
 
 
-def _one_raises(where: str, shared_memory: bool = True) -> tuple[str, str]:
+def _one_raises(where: str) -> tuple[str, str]:
     """Rank 1 raises at batch 3. What each rank gets, and what it logs. The group's time-out is beyond the test's."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("freescale").addHandler(handler)
-    if not shared_memory:
-        rank_status.open_board = mock.Mock(return_value=None)
     t = Training(True)
     try:
         for i, batch in enumerate(t.loader(data(9, 60))):
@@ -319,10 +317,9 @@ def test_before_backward_the_other_rank_hears_why_in_its_backward_pass():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("shared_memory", (True, False))
 @pytest.mark.parametrize("where", ("before forward", "before backward", "after backward", "interrupted"))
-def test_wherever_the_other_rank_waits(where, shared_memory):
-    found = run_ranks(_one_raises, 2, where, shared_memory, timeout=90, group_timeout=600)
+def test_wherever_the_other_rank_waits(where):
+    found = run_ranks(_one_raises, 2, where, timeout=90, group_timeout=600)
     _check(found)
     lost = "gradients of step 3 for table item.* were not applied"
     assert all(bool(re.search(lost, logs)) == (where == "after backward") for _, logs in found)
@@ -439,10 +436,8 @@ def _broken_off(loader: Any, body: Any) -> None:
 WAYS = {f.__name__: f for f in (_with_context, _raised_from, _by_next, _kept, _kept_until_teardown, _broken_off)}
 
 
-def _one_raises_so(way: str, shared_memory: bool = True) -> tuple[str, float]:
+def _one_raises_so(way: str) -> tuple[str, float]:
     """Rank 1 raises at batch 3 between forward and backward. What each rank gets, and how long after."""
-    if not shared_memory:
-        rank_status.open_board = mock.Mock(return_value=None)
     t, seen = Training(True), []
 
     def body(batch: Any) -> None:
@@ -472,10 +467,9 @@ def test_however_rank_1_loops_both_end_within_seconds(way):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("shared_memory", (True, False))
 @pytest.mark.parametrize("way", WAYS)
-def test_in_every_way_to_loop(way, shared_memory):
-    _check_both(run_ranks(_one_raises_so, 2, way, shared_memory, timeout=90, group_timeout=600), way)
+def test_in_every_way_to_loop(way):
+    _check_both(run_ranks(_one_raises_so, 2, way, timeout=90, group_timeout=600), way)
 
 
 def _check_both(found: list[tuple[str, float]], way: str) -> None:

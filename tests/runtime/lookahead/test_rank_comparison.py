@@ -79,12 +79,11 @@ def test_a_rank_that_leaves_or_stays_away():
     assert "rank 1 has not come" in (first, third)
 
 
-def _without_shared_memory(closes_early):
+def _counts_gathers(closes_early):
     gathers = mock.Mock(wraps=rank_status.distributed.gather_ints)
-    with mock.patch.object(rank_status, "open_board", lambda group: None):
-        trainer = two_tables.Trainer("rowwise_adagrad")
-        with mock.patch.object(rank_status.distributed, "gather_ints", gathers):
-            result = trainer.train(0.3, 12, wrapped=True)
+    trainer = two_tables.Trainer("rowwise_adagrad")
+    with mock.patch.object(rank_status.distributed, "gather_ints", gathers):
+        result = trainer.train(0.3, 12, wrapped=True)
     in_common = trainer.train(0.3, 12, wrapped=False)
     error = ""
     if closes_early:
@@ -104,8 +103,31 @@ def _without_shared_memory(closes_early):
 
 
 @pytest.mark.thorough
-def test_a_loop_without_shared_memory():
-    """The same training; what each rank says is gathered where they differ alone: at the end, never in a step."""
-    for rank, (same, gathers, error) in enumerate(run_ranks(_without_shared_memory, 2, True)):
+def test_statuses_are_gathered_only_where_they_differ():
+    """At the end of a loop, never in a step."""
+    for rank, (same, gathers, error) in enumerate(run_ranks(_counts_gathers, 2, True)):
         assert same and gathers <= 2
         assert rank == 1 or "rank 1: leaves its loop" in error
+
+
+def _comes_late():
+    mesh, rank, _ = _open()
+    if rank == 1:
+        dist.barrier()  # the others have timed out
+    try:
+        mesh.all_same([1], 1.0)
+    except RuntimeError as error:
+        mesh.give_up()
+        mesh.hang_up()
+        return str(error)
+    finally:
+        if rank != 1:
+            dist.barrier()
+    return "all there"
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_a_rank_that_is_late_does_not_take_what_was_said_before_for_agreement(world):
+    found = run_ranks(_comes_late, world)
+    assert all("is gone" in f or "has not come" in f for f in found), found
+    assert "is gone" in found[1]

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from freescale.kernels.planning import exchange_plan, row_requests
-from freescale.kernels.planning.native_batch import NativeBatchPlan
+from freescale.kernels.planning import rank_mesh
+from freescale.kernels.planning.native_batch import BatchPlan
 from freescale.runtime import meter
 from freescale.runtime.lookahead import batch_planning
 from freescale.runtime.lookahead.planned_batch import PlannedBatch
@@ -134,12 +134,12 @@ def test_a_rank_that_stops_is_an_error_on_the_others(during):
 
 # Where, at which call (all are of batch 4), of what.
 FAILURES = {
-    "before the first exchange": (NativeBatchPlan, "request", 5, IndexError),
-    "between exchanges": (NativeBatchPlan, "plan", 5, MemoryError),
+    "before the first exchange": (BatchPlan, "request", 5, IndexError),
+    "between exchanges": (BatchPlan, "plan", 5, MemoryError),
     "after the last exchange": (batch_planning, "PlannedBatch", 5, TypeError),
-    "before the first collective": (exchange_plan, "own_requests", 5, IndexError),
-    "between two collectives of asking": (row_requests, "all_to_all_cpu", 13, MemoryError),
-    "before the answer": (exchange_plan, "collide", 4, MemoryError),
+    "over gloo, in the first collective": (rank_mesh, "all_to_all_cpu", 12, IndexError),
+    "over gloo, between two collectives of asking": (rank_mesh, "all_to_all_cpu", 13, MemoryError),
+    "over gloo, before the answer": (rank_mesh, "all_to_all_cpu", 14, MemoryError),
     "balancing, between its collectives": (batch_balancer.solver, "balance", 5, ZeroDivisionError),
 }
 
@@ -160,7 +160,7 @@ def _fails_in(module: Any, name: str, call: int, kind: type[Exception]) -> Any:
 
 
 def _over_gloo() -> Any:
-    """Planning as where ranks cannot connect to each other, or the C library is missing."""
+    """Planning as where ranks cannot connect to each other."""
     new_plan = PlanningConnection.new_plan
 
     def without_mesh(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,13 +175,12 @@ def _planning_fails() -> dict[str, str]:
     for where, (module, name, call, kind) in FAILURES.items():
         balance = batch_balancer.BalanceOptions(method="none") if module is batch_balancer.solver else False
         batches = [{"item": b["item"], "pick": b["item"] % DIM} for b in data(9)]
-        in_python = module in (exchange_plan, row_requests)
         t = Training(True)
         own = dist.get_rank() == 1
         words = "^no room$" if own else f"^freescale: rank 1 failed while it planned batch 4: {kind.__name__}: no room$"
         expected = kind if own else RuntimeError
         with (
-            _over_gloo() if in_python else contextlib.nullcontext(),
+            _over_gloo() if module is rank_mesh else contextlib.nullcontext(),
             _fails_in(module, name, call, kind),
             pytest.raises(expected, match=words) as caught,
         ):
@@ -216,7 +215,7 @@ def _planning_is_stuck() -> bool:
         t.step(batch)
     assert len(t.losses) == 5
     let_go = threading.Event()
-    with mock.patch.object(NativeBatchPlan, "plan", lambda *args: let_go.wait()):
+    with mock.patch.object(BatchPlan, "plan", lambda *args: let_go.wait()):
         with pytest.raises(RuntimeError, match="^freescale: rank 0: batch 0 is not planned after .* time-out is 1 s$"):
             next(iter(t.loader(data(5))))
         let_go.set()
@@ -284,19 +283,17 @@ class Asked:
 
 
 def _when_batches_are_asked_for() -> None:
-    """When the backward pass has updated the tables: planning would compete with the begin of the next step. Where none
-    comes, when the next batch is taken."""
+    """Two for the first batch, and one more for each that is taken, whatever the step does."""
     for overlap in (False, True):
         t, loader = Training(True), Asked(data(9))
         for i, batch in enumerate(t.loader(loader, overlap=overlap)):
-            loader.wait_for(min(i + 3, 9))  # two for the first, one more for each
-            loss = t.run(batch)
             loader.wait_for(min(i + 3, 9))
+            loss = t.run(batch)
             if i != 4:
                 loss.backward()
-                loader.wait_for(min(i + 4, 9))
+            loader.wait_for(min(i + 3, 9))
         assert threads() == []
 
 
-def test_a_batch_is_planned_behind_the_backward_pass():
+def test_a_batch_is_planned_when_another_one_is_taken():
     run_ranks(_when_batches_are_asked_for, 2, timeout=120)

@@ -46,9 +46,9 @@ def train(model: Model, batches: list[torch.Tensor], ahead: bool) -> list[float]
     return losses
 
 
-def _trains_like_a_small_one(sharding, optimizer, ahead, native):
+def _trains_like_a_small_one(sharding, optimizer, ahead, sockets):
     import freescale
-    from freescale.kernels.planning import native_plan
+    from freescale.kernels.planning import rank_mesh
 
     settings = {"optimizer": optimizer, "lr": 0.5, "eps": 1e-3, "sharding": sharding, "dtype": torch.float16}
     small = freescale.ShardedEmbedding(len(USED), 1, name="small", **settings)
@@ -58,8 +58,8 @@ def _trains_like_a_small_one(sharding, optimizer, ahead, native):
     assert small.weight.shape[0] == local.shape[0]  # both tables have the rows that are used on the same ranks
     batches = [ids_of(step) for step in range(9)]
     with ExitStack() as stack:
-        if not native:
-            stack.enter_context(mock.patch.object(native_plan, "library", lambda: None))
+        if not sockets:  # gloo carries what C plans
+            stack.enter_context(mock.patch.object(rank_mesh, "open_mesh", lambda *args: None))
         state = {
             name: stack.enter_context(sparse_zeros(*x.shape, dtype=x.dtype)) if x.numel() else torch.empty(x.shape, dtype=x.dtype)
             for name, x in large.state_dict().items()
@@ -74,14 +74,14 @@ def _trains_like_a_small_one(sharding, optimizer, ahead, native):
     return losses[0] != losses[-1]
 
 
-@pytest.mark.parametrize("sharding, optimizer, ahead, native", (
+@pytest.mark.parametrize("sharding, optimizer, ahead, sockets", (
     pytest.param("row_wise", "rowwise_adagrad", True, True, marks=pytest.mark.thorough),
     pytest.param("table_wise", "sgd", True, True, marks=pytest.mark.thorough),
     pytest.param("table_wise", "rowwise_adagrad", False, False, marks=pytest.mark.thorough),
     pytest.param("row_wise", "sgd", True, False, marks=pytest.mark.slow),
 ))  # fmt: skip
-def test_trains_like_a_small_table(sharding, optimizer, ahead, native):
-    assert run_ranks(_trains_like_a_small_one, 2, sharding, optimizer, ahead, native) == [True, True]
+def test_trains_like_a_small_table(sharding, optimizer, ahead, sockets):
+    assert run_ranks(_trains_like_a_small_one, 2, sharding, optimizer, ahead, sockets) == [True, True]
 
 
 def _id_outside():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from freescale.kernels.planning import exchange_plan
+from freescale.kernels.planning.owners import Shard
 from freescale.runtime.tables import sharded_embedding
 from plain_table import CASES, STEPS, Sharded, ids_of, plain
 from ranks import run_ranks
@@ -120,7 +120,7 @@ def _bad_arguments():
     ):
         with pytest.raises(ValueError, match=words):
             freescale.ShardedEmbedding(8, 4, **kwargs)
-    covers_half = [exchange_plan.Shard(0, 0, 4, 0, 0)]
+    covers_half = [Shard(0, 0, 4, 0, 0)]
     with mock.patch.object(sharded_embedding, "_shards_of_all", lambda *_: covers_half):
         with pytest.raises(ValueError, match="do not cover table 'item', which has 8 rows: no shard holds row 4"):
             freescale.ShardedEmbedding(8, 4, name="item")

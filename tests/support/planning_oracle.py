@@ -1,93 +1,35 @@
-"""Plans: who sends which row to whom, in which order duplicates are summed. Pure functions on CPU tensors.
+"""The oracle of the C planner (kernels/native/batch_plan.c): whole batches planned in NumPy and torch, over any CPU group.
 
-Every row that this exchange serves has a *key*: owners one after the other, each owner's rows in their order.
-So sorting keys groups them by owner, and a key minus its owner's first key is the row in the owner's shard.
-
-What is written here in torch and NumPy is the definition. Where C code can be built, that groups ids (native_plan.py),
-and plans whole batches (native_batch.py).
+First pure functions on CPU tensors of one exchange, then what needs the other ranks, then all exchanges of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+import ctypes
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from freescale.kernels.planning import native_plan
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Consecutive rows of one table on one rank."""
-
-    table: int
-    first: int  # first row of the table that it holds
-    rows: int
-    owner: int
-    base: int  # where it begins in the owner's storage
-
-
-class OwnerMap(NamedTuple):
-    """Table row -> key, as three tensors. A table's rows are numbered after those of the tables before it."""
-
-    bounds: torch.Tensor  # [shards] first row number of each shard, ascending
-    shifts: torch.Tensor  # [shards] what to add to a row number of that shard to get its key
-    starts: torch.Tensor  # [world + 1] first key of each owner
-
-
-class ExchangeTables(NamedTuple):
-    """The tables of an exchange: for each feature the row number of its table's row 0, and its table's rows."""
-
-    first_rows: Sequence[int]
-    table_sizes: Sequence[int]
-    owners: OwnerMap
-
-
-def require_covered(shards: Sequence[Shard], table_rows: Sequence[int], tables: Mapping[int, str]) -> None:
-    """Every row of every table is in one shard. `tables`: in words, for errors."""
-    ends = [0] * len(table_rows)  # of what is covered
-    whole = [Shard(table, rows, 0, 0, 0) for table, rows in enumerate(table_rows)]  # nothing, behind the last row
-    for s in sorted((*(s for s in shards if s.rows > 0), *whole), key=lambda s: (s.table, s.first, s.rows)):
-        end = ends[s.table]
-        if s.first == end and end + s.rows <= table_rows[s.table]:
-            ends[s.table] += s.rows
-            continue
-        where = tables.get(s.table, f"table {s.table}")
-        fault = f"no shard holds row {end}" if s.first > end else f"two shards hold row {s.first}"
-        if s.first + s.rows > table_rows[s.table]:
-            fault = f"one ends with row {s.first + s.rows - 1}"
-        raise ValueError(f"freescale: the shards do not cover {where}: {fault}")
-
-
-def owner_map(
-    shards: Sequence[Shard], table_rows: Sequence[int], world: int, tables: Mapping[int, str] = MappingProxyType({})
-) -> OwnerMap:
-    """`tables`: in words, for errors."""
-    require_covered(shards, table_rows, tables)
-    rows_of_owner = [0] * world
-    for s in shards:
-        rows_of_owner[s.owner] = max(rows_of_owner[s.owner], s.base + s.rows)
-    starts = [0]
-    for n in rows_of_owner:
-        starts.append(starts[-1] + n)
-    first_row_of_table = first_row_of_each_table(table_rows)
-    nonempty = sorted((first_row_of_table[s.table] + s.first, s) for s in shards if s.rows > 0)
-    bounds = [first_row for first_row, _ in nonempty]
-    shifts = [starts[s.owner] + s.base - first_row for first_row, s in nonempty]
-    return OwnerMap(*(torch.tensor(x, dtype=torch.int64) for x in (bounds, shifts, starts)))
-
-
-def first_row_of_each_table(table_rows: Sequence[int]) -> list[int]:
-    """The row number of each table's row 0."""
-    first_rows = [0]
-    for n in table_rows[:-1]:
-        first_rows.append(first_rows[-1] + n)
-    return first_rows
-
+from freescale.kernels.planning import rank_mesh, row_requests
+from freescale.kernels.planning.batch_plan import (
+    ALIGNMENT,
+    GRADIENT_ARRAYS,
+    NOBODY,
+    NOTHING,
+    ROWS_ARRAYS,
+    ExchangeCounts,
+    Extent,
+    Extents,
+    Planned,
+    PlannedExchange,
+    Room,
+    Told,
+)
+from freescale.kernels.planning.native_plan import tensor
+from freescale.kernels.planning.owners import ExchangeTables, InvalidId, OwnerMap, first_invalid_id
 
 INT32_MAX = torch.iinfo(torch.int32).max
 
@@ -102,8 +44,6 @@ class Deduplicated(NamedTuple):
 
 def deduplicate(values: torch.Tensor) -> Deduplicated:
     """`values` must not be negative. The result is int64, whatever they are."""
-    if native_plan.library() is not None:
-        return Deduplicated(*native_plan.deduplicate(values))
     if values.dtype == torch.int64 and values.numpy().max(initial=0) <= INT32_MAX:
         values = values.int()  # half the bytes to sort
     ordered, order = torch.sort(values, stable=True)
@@ -111,7 +51,7 @@ def deduplicate(values: torch.Tensor) -> Deduplicated:
     last = np.ones(x.shape[0], dtype=bool)  # of its segment
     np.not_equal(x[1:], x[:-1], out=last[:-1])
     ends = np.flatnonzero(last) + 1
-    return Deduplicated(native_plan.tensor(x[ends - 1].astype(np.int64)), order, native_plan.tensor(ends))
+    return Deduplicated(tensor(x[ends - 1].astype(np.int64)), order, tensor(ends))
 
 
 def segment_sizes(ends: torch.Tensor) -> torch.Tensor:
@@ -152,17 +92,6 @@ def counts_per_owner(keys: torch.Tensor, owners: OwnerMap) -> torch.Tensor:
     return torch.searchsorted(keys, owners.starts).diff()
 
 
-def first_invalid_id(ids: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[int, int] | None:
-    """(feature, id) of the first id that its table does not have, or None."""
-    for feature, (values, size) in enumerate(zip(ids, sizes, strict=True)):
-        if values.shape[0] == 0:
-            continue
-        smallest, largest = torch.stack(torch.aminmax(values)).tolist()
-        if smallest < 0 or largest >= size:
-            return feature, int(values[(values < 0) | (values >= size)][0])
-    return None
-
-
 class OwnRequests(NamedTuple):
     """What this rank needs in a batch, before any other rank knows of it."""
 
@@ -172,26 +101,13 @@ class OwnRequests(NamedTuple):
     recv_counts: torch.Tensor  # [world] how many of the keys each owner has
 
 
-class InvalidId(NamedTuple):
-    """The first id that its table does not have."""
-
-    feature: int
-    id: int
-
-
 def own_requests(
     ids: Sequence[torch.Tensor], first_rows: Sequence[int], table_sizes: Sequence[int], owners: OwnerMap
 ) -> OwnRequests | InvalidId:
     """`first_rows`: the row number of each feature's table's row 0."""
-    if native_plan.library() is not None:
-        result = native_plan.own_requests(ids, native_plan.RowOwners(first_rows, table_sizes, *owners))
-        if len(result) == 2:
-            return InvalidId(*result)
-        keys, order, ends, inverse, rows, counts = result
-        return OwnRequests(Deduplicated(keys, order, ends), inverse, rows, counts)
     invalid = first_invalid_id(ids, table_sizes)
     if invalid is not None:
-        return InvalidId(*invalid)
+        return invalid
     numbers = torch.cat([i.long() + first for i, first in zip(ids, first_rows, strict=True)])
     needed = deduplicate_by_key(numbers, owners)
     counts = counts_per_owner(needed.values, owners)
@@ -243,7 +159,7 @@ def split_requests(requests: Requests, urgent_keys: torch.Tensor, urgent_rows: t
 
 
 def _indices(mask: torch.Tensor) -> torch.Tensor:
-    return native_plan.tensor(np.flatnonzero(mask.numpy()))
+    return tensor(np.flatnonzero(mask.numpy()))
 
 
 def _counts_within(indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -344,3 +260,194 @@ def all_urgent(requests: Requests) -> Split:
     wanted, held = requests.needed.values, requests.rows
     everything = (torch.ones_like(x, dtype=torch.bool) for x in (wanted, held))
     return split_requests(requests, *everything)
+
+
+# ---- with the other ranks --------------------------------------------------------------------------------------
+
+
+def request_rows(
+    ids: Sequence[torch.Tensor],
+    first_rows: Sequence[int],
+    table_sizes: Sequence[int],
+    owners: OwnerMap,
+    group: dist.ProcessGroup,
+) -> Requests:
+    """Tell each owner which of its rows this rank needs."""
+    own = own_requests(ids, first_rows, table_sizes, owners)
+    assert isinstance(own, OwnRequests)
+    headers = exchange_headers(0, [own], 1, owners.starts.shape[0] - 1, group)
+    return send_requests(own, headers.send_counts[0], group)
+
+
+def exchange_headers(
+    status: int,
+    own: Sequence[OwnRequests | InvalidId],
+    exchanges: int,
+    world: int,
+    group: dist.ProcessGroup,
+    apart: bool = False,
+    tell: Told = NOTHING,
+) -> row_requests.Headers:
+    """One small all-to-all. A rank that has nothing to request, since it will not go on, gives no `own`."""
+    sent = np.zeros((world, row_requests.header_width(exchanges)), dtype=np.int64)
+    received = np.empty_like(sent)
+    sent[:, 0], sent[:, 1], sent[:, 2:4], sent[:, 5::3] = status, apart, tell, -1
+    for i, requests in enumerate(own):
+        of_exchange = sent[:, 4 + 3 * i : 7 + 3 * i]
+        if isinstance(requests, InvalidId):
+            of_exchange[:, 1:] = requests
+        else:
+            of_exchange[:, 0] = requests.recv_counts.numpy()
+    all_to_all(torch.from_numpy(received), torch.from_numpy(sent), [1] * world, [1] * world, group)
+    return row_requests.read_headers(received, exchanges)
+
+
+def send_requests(
+    own: OwnRequests, send_counts: torch.Tensor, group: dist.ProcessGroup
+) -> Requests:
+    """Tell each owner which rows. `send_counts`: how many each rank requests from this one."""
+    send = send_counts.numpy().tolist()
+    rows = torch.empty(sum(send), dtype=torch.int64)
+    all_to_all(rows, own.rows, send, own.recv_counts.numpy().tolist(), group)
+    return Requests(own.needed, own.recv_counts, rows, send_counts, own.inverse)
+
+
+def split_colliding(
+    before: Requests, after: Requests, group: dist.ProcessGroup
+) -> tuple[GradientsPlan, RowsPlan]:
+    """Split two consecutive batches by the rows that both need: (gradients of `before`, rows of `after`).
+
+    The owner finds them, since different ranks may need a row in the two batches, and tells each requester in one
+    exchange.
+    """
+    collision = collide(before, after)
+    counts = ((after.recv_counts, before.recv_counts), (after.send_counts, before.send_counts))
+    recv, send = ((x.numpy() + y.numpy()).tolist() for x, y in counts)
+    received = torch.empty(sum(recv), dtype=torch.uint8)
+    all_to_all(received, collision.message, recv, send, group)
+    return split_batches(received, collision, before, after)
+
+
+def all_to_all(out, x, recv, send, group) -> None:
+    rank_mesh.all_to_all_cpu(out, x, recv, send, group)
+
+
+# ---- all exchanges of a batch ----------------------------------------------------------------------------------
+
+
+class OraclePlan:
+    """As native_batch.BatchPlan."""
+
+    def __init__(self, group: dist.ProcessGroup, tables: Sequence[ExchangeTables], whole: bool = False) -> None:
+        self._group, self._tables, self.whole = group, tables, whole
+        self._world = tables[0].owners.starts.shape[0] - 1
+        self._ids: list[list[torch.Tensor]] = []  # of the batch that is planned, by exchange and feature
+        self._own: list[OwnRequests | InvalidId] = []
+        self._send_counts: list[torch.Tensor] = []
+        self._before: list[Requests] | None = None
+        self.apart = False
+        self.told: list[Told] = []
+
+    def request(
+        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False,
+        tell: Told = NOTHING,
+    ) -> row_requests.Headers | None:  # fmt: skip
+        features = iter(() if ids is None else ids)
+        self._ids = [[] if ids is None else [next(features) for _ in t.first_rows] for t in self._tables]
+        pairs = () if ids is None else zip(self._ids, self._tables, strict=True)
+        self._own = [own_requests(of_exchange, *tables) for of_exchange, tables in pairs]
+        tables = len(self._tables), self._world
+        headers = exchange_headers(status, self._own, *tables, self._group, apart, tell)
+        self._send_counts, self.apart, self.told = headers.send_counts, headers.apart, headers.told
+        return headers if any(headers.statuses) or any(headers.invalid_ids) else None
+
+    @property
+    def needed(self) -> int:
+        total = 0
+        for own, send_counts in zip(self._requested(), self._send_counts, strict=True):
+            rows, keys = int(send_counts.sum()), own.rows.shape[0]
+            total += 3 * own.inverse.shape[0] + keys + rows + (keys + 3 * rows if self.whole else 0)
+        return total + self.needed_for_last + len(self._tables) * _GAPS
+
+    @property
+    def needed_for_last(self) -> int:
+        keys_and_rows = ((r.needed.values.shape[0], r.rows.shape[0]) for r in self._before or ())
+        return sum(keys + 3 * rows + _GAPS for keys, rows in keys_and_rows)
+
+    def plan(self, room: Room) -> Planned:
+        for copy in room.copies:
+            ctypes.memmove(*copy)
+        writer, requests, planned = _Writer(room.address, self.needed), [], []
+        for own, send_counts in zip(self._requested(), self._send_counts, strict=True):
+            requests.append(send_requests(own, send_counts, self._group))
+        for i, after in enumerate(requests):
+            gradients = None
+            if self._before is None:
+                rows = plan_rows(after, all_urgent(after))
+                if self.whole:
+                    gradients = plan_gradients(rows.split)
+            elif self.apart:
+                rows = plan_rows(after, all_urgent(after))
+                gradients = plan_gradients(all_urgent(self._before[i]))
+            else:
+                gradients, rows = split_colliding(self._before[i], after, self._group)
+            planned.append(writer.write(torch.cat([t.long() for t in self._ids[i]]), after, rows, gradients))
+            if self.apart and self._before is not None:
+                for counts in (planned[-1].row_counts, planned[-1].gradient_counts):
+                    counts.other_recv.fill_(NOBODY)
+                    counts.other_send.fill_(NOBODY)
+        self._before = None if self.whole else requests
+        return writer.used, lambda: planned
+
+    def plan_last(self, room: Room) -> Planned:
+        writer = _Writer(room.address, self.needed_for_last)
+        splits = [all_urgent(r) for r in self._before or ()]
+        planned = [writer.write(None, None, None, plan_gradients(split)) for split in splits]
+        return writer.used, lambda: planned
+
+    def _requested(self) -> Iterator[OwnRequests]:
+        for own in self._own:
+            assert isinstance(own, OwnRequests)
+            yield own
+
+
+_GAPS = ALIGNMENT * len(ROWS_ARRAYS + GRADIENT_ARRAYS)  # at most, of an exchange
+
+
+class _Writer:
+    """Puts arrays into memory one after the other."""
+
+    def __init__(self, address: int, room: int) -> None:
+        self._memory = np.ctypeslib.as_array((ctypes.c_int64 * room).from_address(address))
+        self.used = 0
+
+    def write(
+        self,
+        ids: torch.Tensor | None,
+        requests: Requests | None,
+        rows: RowsPlan | None,
+        gradients: GradientsPlan | None,
+    ) -> PlannedExchange:
+        of_rows, of_gradients = [Extent(0, 0)] * len(ROWS_ARRAYS), [Extent(0, 0)] * len(GRADIENT_ARRAYS)
+        row_counts = gradient_counts = ExchangeCounts(*[torch.zeros(0, dtype=torch.int64)] * 4)
+        if ids is not None and requests is not None and rows is not None:
+            needed, split = requests.needed, rows.split
+            arrays = [ids, rows.inverse, needed.order, needed.ends, split.rest.rows, split.urgent.rows]
+            of_rows, row_counts = list(map(self._place, arrays)), _counts(split)
+        if gradients is not None:
+            split = gradients.split
+            arrays = [split.urgent.index, *gradients.urgent_update, split.rest.index, *gradients.late_update]
+            of_gradients, gradient_counts = list(map(self._place, arrays)), _counts(split)
+        entries = 0 if rows is None else rows.urgent_entries
+        return PlannedExchange(Extents.of(of_rows), row_counts, entries, Extents.of(of_gradients), gradient_counts)
+
+    def _place(self, array: torch.Tensor) -> Extent:
+        extent = Extent(self.used, array.shape[0])
+        self._memory[self.used : self.used + extent.size] = array.numpy()
+        self.used += -(-extent.size // ALIGNMENT) * ALIGNMENT
+        return extent
+
+
+def _counts(split: Split) -> ExchangeCounts:
+    urgent, others = split
+    return ExchangeCounts(urgent.recv_counts, urgent.send_counts, others.recv_counts, others.send_counts)
