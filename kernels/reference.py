@@ -120,7 +120,7 @@ def _sum_segments(x, sizes):
 
 
 def update_(token, grad, rows, order, ends, priority, table):
-    if priority == LATE and rows.shape[0] == 0:  # always, where steps are kept apart
+    if priority == LATE and rows.shape[0] == 0:
         table_registry.update_counts[table] += 1
         return torch.empty_like(token)
     with table_registry.table_for_update(table, late=priority == LATE) as updated:
