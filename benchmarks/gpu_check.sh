@@ -103,7 +103,6 @@ finish
 check kernels_gpu 1 150 python3 benchmarks/kernels_gpu.py $quick --json "$results/kernels_gpu.json"
 check compress_kernels 1 60 python3 benchmarks/compress.py --kernels --json "$results/compress_kernels.json"
 check dispatch 1 150 python3 benchmarks/dispatch.py $quick --json "$results/dispatch.json"
-check host_path 1 60 python3 benchmarks/host_path.py $quick --json "$results/host_path.json"
 check meter_gpu 1 90 python3 benchmarks/meter_gpu.py $quick --json "$results/meter_gpu.json"
 check hstu_attention_check 1 100 python3 benchmarks/hstu_attention.py --check
 check hstu_attention 1 150 python3 benchmarks/hstu_attention.py $quick --json "$results/hstu_attention.json"

@@ -309,7 +309,6 @@ def arguments() -> Any:
     p.add_argument("--starts", type=int, default=1, help="of the ranks, whose speed differs from start to start")
     p.add_argument("--seconds", type=float, default=540, help="after which no rank goes on (default 540)")
     p.add_argument("--host-profile", metavar="FILE", help="write there what functions rank 0's threads spend time in")
-    p.add_argument("--host-phases", metavar="FILE", help="write there how long each rank is at which place of a step")
     args = p.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         p.error("this needs a GPU; --device cpu runs it in a tiny size")
@@ -344,7 +343,7 @@ def task_for(args: Any, world: int) -> Task:
         rounds = args.rounds * (1 if args.quick else blocks)
         steps = args.steps or (max(steps // 2, 4) if args.quick else steps)
         sizes[name] = size, exponent_for(COLLISIONS, shape.rows, size.positions, world), steps, rounds
-    return Task(args.device, shape, sizes, list(args.variants), args.codegen, args.host_profile, args.host_phases)
+    return Task(args.device, shape, sizes, list(args.variants), args.codegen, args.host_profile)
 
 
 def main() -> None:
@@ -355,7 +354,7 @@ def main() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     result: dict[str, Any] = {"device": args.device, "dense": args.dense, "sizes": [], "failed": {}}
-    for file in filter(None, (args.host_profile, args.host_phases)):
+    for file in filter(None, (args.host_profile,)):
         Path(file).write_text("")
     for start, world in itertools.product(range(args.starts), args.ranks):
         left = args.seconds - (time.monotonic() - began)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import step_gpu_profile
 from step_gpu_model import batches
-from step_gpu_phases import CLOCKS
 from step_gpu_variants import DENSE, GROUP_SECONDS, SAME_BITS, VARIANTS, Task, Trainee, Variant, World
 
 WARM_UP, TAIL = 3, 1  # steps at the start and the end of a block that do not count: there, look-ahead has no neighbour
@@ -88,29 +87,22 @@ def train(trainee: Trainee, data: Any, watch: step_gpu_profile.DeviceProfile | N
     loop, number = trainee.loop(data), 0
     while True:
         begin = time.perf_counter()
-        CLOCKS.step_begins()
         batch = next(loop, None)
         if batch is None:
             break
         taken = time.perf_counter()
-        CLOCKS.lap("next", "forward: ")
         if watch is not None and number >= WARM_UP:
             watch.step_begins(number - WARM_UP)
         optimizer.zero_grad()
         loss = trainee.loss(batch)
         forward = time.perf_counter()
-        CLOCKS.lap("rest", "backward: ")
         loss.backward()
         backward = time.perf_counter()
-        CLOCKS.lap("rest", "")
         optimizer.step()
-        CLOCKS.lap("optimizer")
         clock.mark()
         host.append(np.diff([begin, taken, forward, backward, time.perf_counter()]) * 1e3)
         losses.append(loss.detach())
         clock.wait_for(number + 1 - AHEAD)
-        if number >= WARM_UP:
-            CLOCKS.step_ended(trainee.variant.name)
         number += 1
     world.synchronize()
     stop_listening()
@@ -269,7 +261,6 @@ def measure_size(name: str, world: World, trainees: dict[str, Trainee], say: Any
         for variant in order[turn % len(order) :] + order[: turn % len(order)]:
             say("at", variant)
             blocks[variant].append(train(trainees[variant], data))
-    phases = world.gather(CLOCKS.table(f"{name}, rank {dist.get_rank()} of {dist.get_world_size()}"))  # of the turns
     figures, texts = {}, []
     for variant, trainee in trainees.items():
         say("at", variant)
@@ -278,8 +269,6 @@ def measure_size(name: str, world: World, trainees: dict[str, Trainee], say: Any
             texts.append(profile_host(trainee, data, f"{name}, {dist.get_world_size()} ranks, {variant}"))
     if task.host_profile and dist.get_rank() == 0:
         step_gpu_profile.append(task.host_profile, texts)
-    if task.host_phases and dist.get_rank() == 0:
-        step_gpu_profile.append(task.host_phases, phases)
     of_all = {v: world.gather(mine) for v, mine in blocks.items()}
     rows = [row(of_all[v], VARIANTS[v]) | figures[v] for v in trainees]
     exact = task.device == "cpu" or task.shape.dense == "hstu"  # softmax attention on a GPU adds up as it comes
@@ -327,8 +316,6 @@ def rank_main(rank: int, world_size: int, store: str, task: Task, pipe: Any) -> 
             "nccl" if task.device == "cuda" else "gloo",
             init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_SECONDS),
         )  # fmt: skip
-        if task.host_phases:
-            CLOCKS.install()
         world, trainees = World(task), {}
         size, exponent, *_ = next(iter(task.sizes.values()))
         data = batches(task.shape, size, exponent, WARM_UP + TAIL, world.device)

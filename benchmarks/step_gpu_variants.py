@@ -75,7 +75,6 @@ class Task:
     variants: list[str]
     codegen: str
     host_profile: str | None
-    host_phases: str | None
 
 
 class World:

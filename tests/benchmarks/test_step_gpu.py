@@ -13,7 +13,6 @@ from repo import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import step_gpu  # noqa: E402
-import step_gpu_phases  # noqa: E402
 import step_gpu_profile  # noqa: E402
 import step_gpu_rank  # noqa: E402
 import step_gpu_variants  # noqa: E402
@@ -25,7 +24,7 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     """In this process, so that its ranks are forks of one that has torch loaded."""
     command = ["step_gpu.py", "--device", "cpu", "--quick", "--rounds", "2", "--steps", "2", "--sizes", "8ms"]
     command += ["--variants", "plain", "c10d", "c10d-ahead", "c10d-planned", "c10d-ahead-tables", "--seconds", "250"]
-    files = {"--json": "out.json", "--host-profile": "host.txt", "--host-phases": "phases.txt"}
+    files = {"--json": "out.json", "--host-profile": "host.txt"}
     monkeypatch.setattr(sys, "argv", [*command, *(x for flag, name in files.items() for x in (flag, str(tmp_path / name)))])
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"):  # which it sets for its ranks
         monkeypatch.setenv(name, str(tmp_path) if name.endswith("DIR") else "1")
@@ -55,8 +54,6 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     assert found["step_over_dense_45ms"] is None and found["compute_busy_45ms"] is None
     profiled = (tmp_path / "host.txt").read_text()
     assert "8ms, 2 ranks, c10d-ahead, planning thread" in profiled and "8ms, 2 ranks, dense, training thread" in profiled
-    phases = (tmp_path / "phases.txt").read_text()
-    assert phases.count("microseconds of a step") == 2 and "forward: meeting of the ranks" in phases
 
 
 def test_headlines():
@@ -106,7 +103,7 @@ def test_a_variant_that_fails_does_not_lose_the_others(monkeypatch, capsys):
             self.sizes = [{"size": name} for name in self.task.sizes]
 
     monkeypatch.setattr(step_gpu.Ranks, "run", run)
-    task = step_gpu_variants.Task("cpu", None, {"a": 1, "b": 2}, ["dense", "c10d", "plain"], "eager", None, None)  # type: ignore[arg-type]
+    task = step_gpu_variants.Task("cpu", None, {"a": 1, "b": 2}, ["dense", "c10d", "plain"], "eager", None)  # type: ignore[arg-type]
     found = step_gpu.measure(2, task, 60)
     assert said == [(["a", "b"], ["dense", "c10d", "plain"]), (["b"], ["dense", "plain"])]
     assert found["sizes"] == [{"size": "a"}, {"size": "b"}] and found["failed"] == {"c10d": "rank 1: no"}
@@ -165,35 +162,6 @@ def test_own_time_of_functions():
     (slept,) = (name for name in profile.seconds if "sleep" in name)
     assert profile.calls[slept] == 1 and profile.seconds[slept] >= 0.02
     assert max(s for name, s in profile.seconds.items() if name != slept) < 0.01
-
-
-def test_host_phases_add_up(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(step_gpu_phases.time, "perf_counter", lambda: now[0])
-    phases = step_gpu_phases.HostPhases()
-    phases.lap("next")
-    phases.step_ended("off")
-    phases.on = True
-
-    class Graph:
-        def run(self):
-            now[0] += 3e-6
-
-    phases._lap_around(Graph, "run", "to the graph", "the graph")
-    for twice in (1, 2, 2):
-        phases.step_begins()
-        now[0] += twice * 1e-6
-        phases.lap("next", "forward: ")
-        now[0] += 5e-6
-        Graph().run()
-        phases.inside("wait", 2e-6)
-        phases.lap("rest", "")
-        phases.step_ended("staged")
-    title, heads, *lines = phases.table("here").splitlines()
-    assert title == "here: microseconds of a step" and heads.split() == ["staged"]
-    found = {line[:56].rstrip(): int(line[56:]) for line in lines}
-    expected = {"next": 2, "forward: to the graph": 5, "forward: the graph": 3, "    forward: wait": 2, "forward: rest": 0}
-    assert found == expected and phases.table("").count("\n") == 1 + len(expected)
 
 
 def test_batches_are_as_wanted():
