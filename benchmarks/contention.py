@@ -77,9 +77,8 @@ class ZeroSm:
             "staged: stream wait, word of host memory": lambda: d.wait_for_word(self.host_word.data_ptr(), 7, s),
             "staged: event between two streams": lambda: d.wait_for_event(self.stream, d.record_event(of_transport)),
             "staged: a whole all-to-all of 64 MiB": self.exchange,
-            "peer: signal, word of device memory": lambda: d.write_word(word, 7, s),
-            "peer: stream wait, word of device memory": lambda: d.wait_for_word(word, 7, s),
-            "peer: copy on one and the same device": lambda: d.copy_device_to_device(b, a, 1 << 20, s),
+            "signal, word of device memory": lambda: d.write_word(word, 7, s),
+            "stream wait, word of device memory": lambda: d.wait_for_word(word, 7, s),
             "any kernel (an addition)": lambda: torch.add(self.words, 1, out=self.words),
         }
 
@@ -141,7 +140,7 @@ def pcie_both_ways(nbytes: int = 256 << 20) -> float:
 def copies(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
     """Headlines and everything else, of this process alone: all but NCCL."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    transport = staged.open_transport(dist.group.WORLD, network="memory")
+    transport = staged.open_transport(dist.group.WORLD)
     proof = ZeroSm(transport).prove()
     beside = Beside(transport, 1 << 30)
     beside.staged()

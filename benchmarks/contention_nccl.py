@@ -116,7 +116,7 @@ def meet(rank: int, store: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 def compute(store: str, tell: Any, quick: bool) -> dict[str, Any]:
     works = workloads()  # captures graphs, before NCCL has a thread that looks at events meanwhile
     alone, group = meet(0, store)
-    transport = staged.open_transport(alone, network="memory")
+    transport = staged.open_transport(alone)
     beside = BesideNccl(transport, group, tell)
     beside.staged()
     rates = {"staged": transfer_alone(beside, "staged")}

@@ -165,13 +165,13 @@ def rank_main(rank: int, world: int, store: str, quick: bool, pieces: list[int],
     rows, by_piece = [], {}
     for piece in pieces:
         transport = staged.open_transport(
-            dist.group.WORLD, network="memory", piece_bytes=piece, ring_bytes=2 * staged.RING_BYTES
+            dist.group.WORLD, piece_bytes=piece, ring_bytes=2 * staged.RING_BYTES
         )
         case = Case(128, transport)
         timed(case.staged)
         by_piece[piece] = 0.128 * world / quartiles([timed(case.staged) for _ in range(5)])[0]
         transport.close()
-    transport = staged.open_transport(dist.group.WORLD, network="memory")
+    transport = staged.open_transport(dist.group.WORLD)
     for megabytes in SIZES if not quick else SIZES[:4]:
         rows.append(measure(megabytes, transport, quick))
         rows[-1]["pinned_bytes_of_the_host"] = transport.pinned_bytes

@@ -47,6 +47,8 @@ COMPRESS_FORM = "rows:SHARE, dense:SHARE or both, then which=background or which
 # Accepted until the next release; see Config._replace_deprecated.
 DEPRECATED_WIRES = {"fp16,stochastic": "fp16", "bf16,stochastic": "bf16"}
 DEPRECATED_ROWS = "rows:lossless"
+DEPRECATED_TRANSPORTS = {"peer": "auto"}
+DEPRECATED = {"wire": DEPRECATED_WIRES, "transport": DEPRECATED_TRANSPORTS}
 
 
 class ConfigError(ValueError):
@@ -101,7 +103,7 @@ class Config:
         "auto",
         "What carries a launch; `auto`: `c10d` on the CPU; on GPUs the fastest that every rank of the group can use, "
         "or one without SMs that is nearly as fast",
-        ("auto", "c10d", "staged", "peer", "nixl"),
+        ("auto", "c10d", "staged", "nixl"),
     )
     ring_mb: float = _flag(
         256.0, "Host memory in MiB that `staged` or `nixl` pins on each rank, once; a longer message waits"
@@ -170,6 +172,9 @@ class Config:
         if (wire := DEPRECATED_WIRES.get(self.wire)) is not None:
             _say_deprecated(f"{PREFIX}WIRE={self.wire}", f"{wire}, rounded to nearest")
             object.__setattr__(self, "wire", wire)
+        if (transport := DEPRECATED_TRANSPORTS.get(self.transport)) is not None:
+            _say_deprecated(f"{PREFIX}TRANSPORT={self.transport}", transport)
+            object.__setattr__(self, "transport", transport)
         if DEPRECATED_ROWS in (words := _words(self.compress)):
             _say_deprecated(f"{PREFIX}COMPRESS={DEPRECATED_ROWS}", "no compression of rows")
             words.remove(DEPRECATED_ROWS)
@@ -266,7 +271,7 @@ def _parse(name: str, value: Any, label: str) -> Any:
         value = ",".join(map(str, value))
     if not isinstance(value, str):
         raise ConfigError(f"{label} must be text, found {value!r}")
-    if choices and value not in choices and not (name == "wire" and value in DEPRECATED_WIRES):
+    if choices and value not in choices and value not in DEPRECATED.get(name, ()):
         raise ConfigError(f"{label} must be one of {', '.join(choices)}, found {value!r}")
     return value
 

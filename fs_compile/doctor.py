@@ -124,18 +124,16 @@ def _copying_transports(gpus: int) -> dict[str, str]:
     from freescale.compat import nixl
 
     if not gpus:
-        return dict.fromkeys(("staged", "peer", "nixl"), "no: it copies between GPUs, and there is none")
-    staged, peer = "yes", "no: it needs two GPUs that can write into each other's memory"
+        return dict.fromkeys(("staged", "nixl"), "no: it copies between GPUs, and there is none")
+    staged = "yes"
     try:
-        from freescale.kernels.transports import cuda_calls, rank_view
+        from freescale.kernels.transports import cuda_calls
 
         cuda_calls.load()
-        if rank_view.peer_accessible_gpus() > 1:
-            peer = f"yes, between {rank_view.peer_accessible_gpus()} GPUs of this host"
     except Exception as error:
-        staged = peer = f"no: {_reason(error)}"
+        staged = f"no: {_reason(error)}"
     without_nixl = nixl.missing_reason()
-    return {"staged": staged, "peer": peer, "nixl": f"no: {without_nixl}" if without_nixl else staged}
+    return {"staged": staged, "nixl": f"no: {without_nixl}" if without_nixl else staged}
 
 
 def _self_test() -> str | None:

@@ -30,7 +30,6 @@ from freescale.compat import dynamo, fx_values, inductor, logs
 from freescale.compile_once import compiling_once
 from freescale.config import Config
 from freescale.graph_records import GraphRecord
-from freescale.kernels.ops.schemas import LAUNCH_SUFFIXES
 from freescale.passes.exchange_meta import EXCHANGE_KEY, CannotApply, argument, dense_collectives, exchanges
 from freescale.passes.find_exchanges import count_exchanges
 from freescale.passes.graph_text import graph_text
@@ -231,13 +230,13 @@ def _insert_agreement(direction: str, graph: fx.Graph, launched: list[fx.Node], 
 
 def _launch_text(launch: fx.Node) -> str:
     fs = torch.ops.freescale
-    if launch.target in (fs.all_reduce_launch.default, fs.all_reduce_launch_packed.default):
+    if launch.target is fs.all_reduce_launch.default:
         return f"dense gradients of {argument(launch, 'parameters')}"
     if launch.target is fs.average_gradient.default:
         return f"dense gradient of {argument(launch, 'name')}"
     x = launch.meta[EXCHANGE_KEY]
-    transports = [name for name in LAUNCH_SUFFIXES if str(launch.target).endswith(f"_{name}.default")]
-    return f"{x} over {transports[0]}" if transports else str(x)
+    transport = launch.kwargs.get("transport", "")
+    return f"{x} over {transport}" if transport else str(x)
 
 
 def direction_of(graph: fx.Graph) -> str:

@@ -7,28 +7,27 @@ numbers everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels import compression, dense_error, row_packing
-from freescale.kernels.ops.schemas import implement
-from freescale.kernels.transports import launch_record
 
 
-def all_reduce_launch_packed(gradients, parameters, group_name, packing):
-    group, packing = distributed.group_by_name(group_name), compression.parse(packing)
-    with launch_record.profiler_range("launch", launch_record.DENSE):
-        errors = dense_error.errors_of(parameters.split(", "), gradients, group.rank())
-        sent = pack_with_error(gradients, errors, packing)
-        received = sent.new_empty((group.size(), *sent.shape))
-        work = distributed.start_all_gather(received.view(-1), sent.view(-1), group)
+def start(
+    gradients: list[torch.Tensor], parameters: str, group: dist.ProcessGroup, text: str
+) -> tuple[torch.Tensor, dist.Work, int, Callable[[], None]]:
+    """The average, its work, how many bytes arrive, and what is to be called after the wait."""
+    packing = compression.parse(text)
+    errors = dense_error.errors_of(parameters.split(", "), gradients, group.rank())
+    sent = pack_with_error(gradients, errors, packing)
+    received = sent.new_empty((group.size(), *sent.shape))
+    work = distributed.start_all_gather(received.view(-1), sent.view(-1), group)
     out = torch.empty(sum(g.numel() for g in gradients), device=sent.device)
-    size, then = (group.size() - 1) * sent.nbytes, partial(average, received, out, packing)
-    recorded = launch_record.RecordedWork(work, launch_record.DENSE, out, group, size, then)
-    distributed.register_work(out, recorded)
-    return out
+    return out, work, (group.size() - 1) * sent.nbytes, partial(average, received, out, packing)
 
 
 def pack_with_error(
@@ -56,6 +55,3 @@ def average(received: torch.Tensor, out: torch.Tensor, packing: compression.Pack
         for sent in received:  # by rank
             row_packing.put_back(sent, out[:, None], _one_slab(out), packing, add=True)
         out.mul_(1.0 / received.shape[0])
-
-
-implement("all_reduce_launch_packed", all_reduce_launch_packed)

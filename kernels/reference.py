@@ -7,15 +7,13 @@ composite runs these very functions on graph nodes.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LATE, implement, lib
 from freescale.kernels.planning import keyed_lengths, native_batch, row_requests
-from freescale.kernels.planning.batch_plan import unless_nobody_sends
 from freescale.kernels.planning.owners import ExchangeTables, OwnerMap, first_invalid_id
-from freescale.kernels.transports import c10d, launch_record
+from freescale.kernels.transports import launch_record
 
 RUN_LENGTH = 512  # entries of a segment that are added one after another
 
@@ -37,27 +35,6 @@ def exchange_backward(
     return _ops.update_.default(token, _wait(launched), rows, order, ends, priority, table)
 
 
-@unless_nobody_sends
-def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
-    # The send buffer is the op's own: the Work holds it until it is done, also where the wait is in a later graph.
-    packed = table_registry.gather_rows(table, rows)
-    return _launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, group_name)
-
-
-@unless_nobody_sends
-def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):
-    return _launch("gradients", x.contiguous(), send_counts, recv_counts, n_recv, priority, table, group_name)
-
-
-def _launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name):
-    out = x.new_empty((n_recv, *x.shape[1:]))
-    group = distributed.group_by_name(group_name)
-    label = launch_record.launch_label(what, priority, table)
-    with launch_record.profiler_range("launch", label):
-        work = c10d.start_all_to_all(out, x, recv_counts.tolist(), send_counts.tolist(), group)
-    return launch_record.register_launch(work, label, out, group)
-
-
 class _AveragedParameter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parameter, name, place, group_name):  # type: ignore[override]
@@ -76,22 +53,6 @@ def averaged_parameter(parameter, name, place, group_name):
 
 def average_gradient(gradient, name, place, group_name):
     return _wait(_ops.all_reduce_launch.default([gradient], name, group_name)).view(gradient.shape)
-
-
-def all_reduce_launch(gradients, parameters, group_name):
-    """Each rank's part is divided before the parts are added, as DistributedDataParallel does it: the same numbers."""
-    group = distributed.group_by_name(group_name)
-    with launch_record.profiler_range("launch", launch_record.DENSE):
-        out = torch.cat([g.reshape(-1) for g in gradients]).mul_(1.0 / group.size())
-        work = dist.all_reduce(out, group=group, async_op=True)
-    return launch_record.register_launch(
-        work, launch_record.DENSE, out, group, all_reduce_bytes(out.nbytes, group.size())
-    )
-
-
-def all_reduce_bytes(size, world):
-    """Received by each rank: its part from all others, then the other parts."""
-    return 2 * size * (world - 1) // world
 
 
 def sum_rows(x, order, ends):
@@ -236,10 +197,7 @@ def _not_planned(what, step, table):
 for _fn in (
     exchange_forward,
     exchange_backward,
-    all_to_all_rows_launch,
-    all_to_all_launch,
     average_gradient,
-    all_reduce_launch,
     sum_rows,
     update_,
     plan_now,

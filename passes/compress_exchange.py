@@ -5,8 +5,8 @@ Promises: the same launches in the same order, each with the same result shape; 
           (FREESCALE_COMPRESS) or a type (FREESCALE_WIRE) the graph is unchanged.
 Leaves:   urgent rows and gradients, unless which=all; plain all-to-alls; a dense gradient that is in no bucket.
 Before:   chunk = all_to_all_launch(grad, ...) ; bucket = all_reduce_launch([g0, g1], ...)
-After:    chunk = all_to_all_launch_packed(grad, ..., "largest:32/15:16")
-          bucket = all_reduce_launch_packed([g0, g1], ..., "largest:1/150:8192")
+After:    chunk = all_to_all_launch(grad, ..., packing="largest:32/15:16")
+          bucket = all_reduce_launch([g0, g1], ..., packing="largest:1/150:8192")
 
 What a packing does is said in kernels/compression.py.
 """
@@ -32,11 +32,6 @@ from freescale.passes.exchange_meta import EXCHANGE_KEY, CannotApply, GraphExcha
 log = logging.getLogger(__name__)
 
 fs = torch.ops.freescale
-PACKED: dict[Any, Any] = {
-    fs.all_to_all_rows_launch.default: fs.all_to_all_rows_launch_packed.default,
-    fs.all_to_all_launch.default: fs.all_to_all_launch_packed.default,
-    fs.all_reduce_launch.default: fs.all_reduce_launch_packed.default,
-}
 ROW_BLOCK = 1024  # values among which the largest are chosen, about
 DENSE_BLOCK = 8192  # the same for dense gradients, at most
 
@@ -55,8 +50,7 @@ def compress_exchange(gm: fx.GraphModule, cfg: Config) -> int:
     if asked.dense is not None:
         sites += [_dense_site(x, asked.dense) for x in _buckets(gm.graph)]
     for x, packing, size in sites:
-        x.launch.target = PACKED[x.launch.target]
-        x.launch.args = (*x.launch.args, str(packing))
+        x.launch.kwargs = {"packing": str(packing)}
         x.launch.meta[EXCHANGE_KEY] = replace(x, bytes=size)
     return len(sites)
 

@@ -57,7 +57,7 @@ def exchanges(graph: fx.Graph) -> list[GraphExchange]:
 def dense_collectives(graph: fx.Graph) -> list[fx.Node]:
     """What averages dense gradients, in graph order: launches of buckets, and gradients that are in none."""
     fs = torch.ops.freescale
-    ops = (fs.all_reduce_launch.default, fs.all_reduce_launch_packed.default, fs.average_gradient.default)
+    ops = (fs.all_reduce_launch.default, fs.average_gradient.default)
     return [n for n in graph.nodes if n.target in ops]
 
 

@@ -1,9 +1,9 @@
-"""Launches become the ops of a transport.
+"""Launches get a transport.
 
 Needs:    find_exchanges has run, and split_exchanges where there are composites: those keep the group's own all-to-all.
-Promises: same values; only the targets of launches change, alike on every rank.
+Promises: same values; only an argument of launches changes, alike on every rank.
 Before:   chunk = all_to_all_launch(grad, ...)
-After:    chunk = all_to_all_launch_staged(grad, ...), or ..._auto where the launch itself is to choose
+After:    chunk = all_to_all_launch(grad, ..., transport="staged"), or "auto" where the launch itself is to choose
 
 Plain all-to-alls stay: their counts are numbers in the graph and their groups belong to somebody else.
 """
@@ -31,5 +31,6 @@ def lower_copies(gm: fx.GraphModule, cfg: Config) -> int:
         log.info("%s goes over %s: %s", x, name, reason)
         chosen.append((x.launch, name))
     for launch, name in chosen:
-        launch.target = selection.launch_op_for(launch.target, name)
+        if name != "c10d":
+            launch.kwargs = {**launch.kwargs, "transport": name}
     return sum(name != "c10d" for _, name in chosen)

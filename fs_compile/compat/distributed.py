@@ -97,14 +97,3 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
     return dist.default_pg_timeout
-
-
-def symmetric_buffer(
-    nbytes: int, device: torch.device, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, list[int]]:
-    """Bytes of this rank that its peers can reach, and every rank's address of its own as seen from here."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-    handle: Any = symmetric.rendezvous(buffer, group)
-    return buffer, [int(p) for p in handle.buffer_ptrs]

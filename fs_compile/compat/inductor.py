@@ -219,10 +219,10 @@ def register_launch_lowering(op: Any) -> None:
     from torch._inductor.lowering import register_lowering
 
     @register_lowering(op, type_promotion_kind=None)
-    def _lower(x: Any, *args: Any) -> Any:
+    def _lower(x: Any, *args: Any, **kwargs: Any) -> Any:
         contiguous: Any = ir.ExternKernel.require_contiguous
         sent: Any = [contiguous(t) for t in x] if isinstance(x, (list, tuple)) else contiguous(x)
-        kernel: Any = ir._CollectiveKernel.create_out_of_place(op.default, sent, *args)
+        kernel: Any = ir._CollectiveKernel.create_out_of_place(op.default, sent, *args, **kwargs)
         return ir.TensorBox.create(kernel)
 
 

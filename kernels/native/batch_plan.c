@@ -6,10 +6,7 @@
  * gradients of the batch before it. fs_request_and_plan does both where the caller has room for the plans already.
  * fs_plan_last plans the gradients of a batch that none follows.
  *
- * Of whole plans (`whole`), nothing is early or late: a batch's gradients are planned with its rows.
- *
- * A batch and the one before it can be kept apart: then nothing is early or late between these two, as if all their rows
- * collided, and the counts of what is say NOBODY. Rank 0 decides. */
+ * In self-contained plans (`whole`) nothing is early or late: a batch's gradients are planned with its rows. */
 
 #include <string.h>
 
@@ -23,12 +20,11 @@ enum { IDS, INVERSE, ORDER, ENDS, EARLY_ROWS, URGENT_ROWS, ROWS_ARRAYS };
 enum { URGENT_GRADIENTS = ROWS_ARRAYS, LATE_GRADIENTS = ROWS_ARRAYS + 4, ARRAYS = ROWS_ARRAYS + 8 };
 /* Counts of a plan, [world] each: of rows, of gradients. */
 enum { URGENT_RECV, URGENT_SEND, OTHER_RECV, OTHER_SEND, COUNTS };
-#define NOBODY -1 /* in place of a count: no rank sends anything to any other */
 
-/* What a rank tells another one of a batch: status, whether it is to be kept apart, TOLD numbers of the caller's; of each
- * exchange how many rows it requests from that rank, and the feature and value of an invalid id (feature -1: none). */
+/* What a rank tells another one of a batch: status, TOLD numbers of the caller's; of each exchange how many rows it
+ * requests from that rank, and the feature and value of an invalid id (feature -1: none). */
 #define TOLD 2
-#define EXCHANGES (2 + TOLD) /* where in a header those of the exchanges begin */
+#define EXCHANGES (1 + TOLD) /* where in a header those of the exchanges begin */
 #define HEADER_WIDTH(exchanges) (EXCHANGES + 3 * (exchanges))
 
 typedef struct {
@@ -58,7 +54,7 @@ typedef struct {
 
 typedef struct {
     mesh *mesh;
-    i64 world, exchanges, whole, turn, has_before, apart;
+    i64 world, exchanges, whole, turn, has_before;
     exchange *each;
     messages *messages;
     buffer header, ones;
@@ -159,8 +155,8 @@ static i64 all_go_on(const i64 *headers, i64 world, i64 exchanges) {
 
 /* A rank that does not go on gives no ids. Writes what each rank has said, [world][HEADER_WIDTH]; and how many elements
  * fs_plan_batch needs. Returns whether all go on, or what went wrong. */
-static i64 request_batch(batch_plan *p, i64 status, i64 apart, const i64 *told, const feature_ids *ids, double seconds,
-                         i64 *headers, i64 *needed, i64 *failed) {
+static i64 request_batch(batch_plan *p, i64 status, const i64 *told, const feature_ids *ids, double seconds, i64 *headers,
+                         i64 *needed, i64 *failed) {
     i64 width = HEADER_WIDTH(p->exchanges);
     i64 *own = room(&p->header, p->world * width * sizeof(i64));
     if (!own) return NO_MEMORY;
@@ -182,13 +178,11 @@ static i64 request_batch(batch_plan *p, i64 status, i64 apart, const i64 *told, 
     }
     for (i64 rank = 0; rank < p->world; rank++) {
         own[rank * width] = status;
-        own[rank * width + 1] = apart;
-        memcpy(own + rank * width + 2, told, TOLD * sizeof(i64));
+        memcpy(own + rank * width + 1, told, TOLD * sizeof(i64));
     }
     const i64 *ones = p->ones.memory;
     messages all = {own, headers, ones, ones, width * sizeof(i64)};
     i64 result = mesh_exchange(p->mesh, &all, 1, seconds, failed);
-    p->apart = result == 0 && headers[1];
     *needed = 0;
     for (i64 e = 0; e < p->exchanges && result == 0; e++) {
         requests *r = p->each[e].of + p->turn;
@@ -264,13 +258,10 @@ static i64 find_collisions(batch_plan *p, double seconds, i64 *failed) {
     for (i64 e = 0; e < p->exchanges; e++) {
         exchange *x = p->each + e;
         requests *after = x->of + p->turn, *before = x->of + 1 - p->turn;
-        i64 result = 0;
-        if (!p->has_before || p->apart) result = mark_all(after);
-        if (p->has_before && result == 0)
-            result = p->apart ? mark_all(before) : collide(x, before, after, p->world, p->messages + e);
+        i64 result = p->has_before ? collide(x, before, after, p->world, p->messages + e) : mark_all(after);
         if (result) return result;
     }
-    if (!p->has_before || p->apart) return 0;
+    if (!p->has_before) return 0;
     i64 result = mesh_exchange(p->mesh, p->messages, p->exchanges, seconds, failed);
     for (i64 e = 0; e < p->exchanges && result == 0; e++)
         read_told(p->each + e, p->each[e].of + 1 - p->turn, p->each[e].of + p->turn, p->world);
@@ -385,12 +376,6 @@ static i64 plan_gradients(exchange *x, requests *r, i64 world, writer *w, plan_r
     return failed ? failed : plan_update(x, rows + n_rows, r->n_rows - n_rows, w, late + 1);
 }
 
-/* Of what is not urgent, rows and gradients. */
-static void say_nobody(i64 *counts, i64 world) {
-    for (i64 of = 0; of < 2; of++, counts += COUNTS * world)
-        for (i64 i = OTHER_RECV * world; i < COUNTS * world; i++) counts[i] = NOBODY;
-}
-
 typedef struct {
     void *to;
     const void *from;
@@ -410,7 +395,6 @@ i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *ou
         result = plan_rows(p, e, ids, &w, results + e);
         requests *r = with_gradients(p, e);
         if (result == 0 && r) result = plan_gradients(p->each + e, r, p->world, &w, results + e);
-        if (result == 0 && p->apart && p->has_before) say_nobody(results[e].counts, p->world);
     }
     p->turn = 1 - p->turn;
     p->has_before = !p->whole;
@@ -420,10 +404,10 @@ i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *ou
 
 /* request_batch, and fs_plan_batch behind it if all ranks go on and the room of `elements` is enough. Returns as the
  * former, or 2 if the batch is planned. */
-i64 fs_request_and_plan(batch_plan *p, i64 status, i64 apart, const i64 *told, const feature_ids *ids, double seconds,
-                        i64 *headers, i64 *needed, i64 *failed, i64 *out, i64 elements, i64 *used, plan_result *results,
+i64 fs_request_and_plan(batch_plan *p, i64 status, const i64 *told, const feature_ids *ids, double seconds, i64 *headers,
+                        i64 *needed, i64 *failed, i64 *out, i64 elements, i64 *used, plan_result *results,
                         const copy *copies, i64 n_copies) {
-    i64 result = request_batch(p, status, apart, told, ids, seconds, headers, needed, failed);
+    i64 result = request_batch(p, status, told, ids, seconds, headers, needed, failed);
     if (result != 1 || *needed > elements) return result;
     result = fs_plan_batch(p, ids, seconds, out, used, results, failed, copies, n_copies);
     return result ? result : 2;

@@ -5,8 +5,7 @@ reads or updates it in place; a *token*, an empty tensor of the table's width, d
 out to say what must happen before what. So a table is never copied, saved or functionalized, and the order of
 reads and updates is data flow like any other.
 
-Counts (rows per peer) are CPU int64 tensors of length world, so a graph does not grow with the world. Where they say
-NOBODY (batch_plan.py), on every rank, a launch has nothing to do: what it returns has no rows, and no wait.
+Counts (rows per peer) are CPU int64 tensors of length world, so a graph does not grow with the world.
 
     plan_now                ids of this batch -> the plan of its exchange, everything urgent (collective); raises on
                             every rank where an id or a KeyedJaggedTensor (`fault`) of any rank is wrong
@@ -18,12 +17,12 @@ NOBODY (batch_plan.py), on every rank, a launch has nothing to do: what it retur
     exchange_forward        rows from their owners to the ranks that requested them
     exchange_backward       their gradients back, summed and applied by the owner
     all_to_all_rows_launch  start of an all-to-all of table rows
-    all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either
-    ..._packed              the same launches of rows that travel packed: compression.py
-    ..._staged and so on     the same launches over a transport that copies, or over the one that is best (transports/)
+    all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either. `transport` carries
+                            it (transports/selection.py), and `packing` says how rows travel (compression.py)
     averaged_parameter      a dense parameter as it is; its gradient is averaged over the ranks by average_gradient
     average_gradient        that of one parameter, at once (collective)
-    all_reduce_launch       start of the average of several gradients, in one buffer; wait_tensor waits for it
+    all_reduce_launch       start of the average of several gradients, in one buffer; wait_tensor waits for it. Where
+                            there is a `packing`, the largest values alone travel (packed_average.py)
     pack_rows               rows of a table, one after another
     sum_rows                sums of rows in a fixed order
     agree                   raises unless every rank of the group is about to run a graph with these launches (once)
@@ -77,40 +76,15 @@ lib.define(
     "exchange_backward(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, Tensor send_counts, "
     "Tensor recv_counts, SymInt n_recv, int priority, str table, str group_name) -> Tensor"
 )
-lib.define(
-    "all_to_all_rows_launch(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, SymInt n_recv, "
-    "int priority, str table, str group_name) -> Tensor"
+_HOW = (
+    "Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, str table, str group_name, "
+    'str transport="c10d", str packing=""'
 )
-lib.define(
-    "all_to_all_launch(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
-    "str table, str group_name) -> Tensor"
-)
-COPY_TRANSPORTS = ("staged", "peer", "nixl")  # transports that copy: each has launches of its own, which do the same
-LAUNCH_SUFFIXES = (*COPY_TRANSPORTS, "auto")
-for _name in LAUNCH_SUFFIXES:
-    lib.define(
-        f"all_to_all_rows_launch_{_name}(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, "
-        "SymInt n_recv, int priority, str table, str group_name) -> Tensor"
-    )
-    lib.define(
-        f"all_to_all_launch_{_name}(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, "
-        "str table, str group_name) -> Tensor"
-    )
-for _name in ("", *(f"_{name}" for name in LAUNCH_SUFFIXES)):
-    lib.define(
-        f"all_to_all_rows_launch_packed{_name}(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, "
-        "SymInt n_recv, int priority, str table, str group_name, str packing) -> Tensor"
-    )
-    lib.define(
-        f"all_to_all_launch_packed{_name}(Tensor x, Tensor send_counts, Tensor recv_counts, SymInt n_recv, "
-        "int priority, str table, str group_name, str packing) -> Tensor"
-    )
+lib.define(f"all_to_all_rows_launch(Tensor token, Tensor rows, {_HOW}) -> Tensor")
+lib.define(f"all_to_all_launch(Tensor x, {_HOW}) -> Tensor")
 lib.define("averaged_parameter(Tensor(a) parameter, str name, int place, str group_name) -> Tensor(a)")
 lib.define("average_gradient(Tensor gradient, str name, int place, str group_name) -> Tensor")
-lib.define("all_reduce_launch(Tensor[] gradients, str parameters, str group_name) -> Tensor")
-lib.define(
-    "all_reduce_launch_packed(Tensor[] gradients, str parameters, str group_name, str packing) -> Tensor"
-)
+lib.define('all_reduce_launch(Tensor[] gradients, str parameters, str group_name, str packing="") -> Tensor')
 lib.define("pack_rows(Tensor weight, Tensor rows) -> Tensor")
 lib.define("sum_rows(Tensor x, Tensor order, Tensor ends) -> Tensor")
 lib.define("agree(Tensor(a!) first, str launches, str group_name, float timeout) -> Tensor")
@@ -182,22 +156,12 @@ def _exchange_backward(
 
 
 @torch.library.register_fake("freescale::all_to_all_rows_launch", lib=lib)
-def _all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
+def _all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, *how, **more):
     return _rows_like(token, n_recv)
 
 
 @torch.library.register_fake("freescale::all_to_all_launch", lib=lib)
-def _all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):
-    return _rows_like(x, n_recv)
-
-
-def _all_to_all_rows_launch_packed(
-    token, rows, send_counts, recv_counts, n_recv, priority, table, group_name, packing
-):
-    return _rows_like(token, n_recv)
-
-
-def _all_to_all_launch_packed(x, send_counts, recv_counts, n_recv, priority, table, group_name, packing):
+def _all_to_all_launch(x, send_counts, recv_counts, n_recv, *how, **more):
     return _rows_like(x, n_recv)
 
 
@@ -207,12 +171,7 @@ def _average_gradient(gradient, name, place, group_name):
 
 
 @torch.library.register_fake("freescale::all_reduce_launch", lib=lib)
-def _all_reduce_launch(gradients, parameters, group_name):
-    return gradients[0].new_empty(sum(g.numel() for g in gradients))
-
-
-@torch.library.register_fake("freescale::all_reduce_launch_packed", lib=lib)
-def _all_reduce_launch_packed(gradients, parameters, group_name, packing):
+def _all_reduce_launch(gradients, parameters, group_name, packing=""):
     return gradients[0].new_empty(sum(g.numel() for g in gradients))
 
 
@@ -238,19 +197,8 @@ def _agree(first, launches, group_name, timeout):
     return first.new_empty(0)
 
 
-for _suffix in ("", *(f"_{name}" for name in LAUNCH_SUFFIXES)):
-    if _suffix:
-        torch.library.register_fake(f"freescale::all_to_all_launch{_suffix}", _all_to_all_launch, lib=lib)
-        torch.library.register_fake(f"freescale::all_to_all_rows_launch{_suffix}", _all_to_all_rows_launch, lib=lib)
-    torch.library.register_fake(f"freescale::all_to_all_launch_packed{_suffix}", _all_to_all_launch_packed, lib=lib)
-    torch.library.register_fake(
-        f"freescale::all_to_all_rows_launch_packed{_suffix}", _all_to_all_rows_launch_packed, lib=lib
-    )
-    for _kind in ("all_to_all_launch", "all_to_all_rows_launch"):
-        inductor.register_launch_lowering(getattr(torch.ops.freescale, f"{_kind}{_suffix}"))
-        inductor.register_launch_lowering(getattr(torch.ops.freescale, f"{_kind}_packed{_suffix}"))
-inductor.register_launch_lowering(torch.ops.freescale.all_reduce_launch)
-inductor.register_launch_lowering(torch.ops.freescale.all_reduce_launch_packed)
+for _op in ("all_to_all_rows_launch", "all_to_all_launch", "all_reduce_launch"):
+    inductor.register_launch_lowering(getattr(torch.ops.freescale, _op))
 
 # What all ranks do together, a rank must do whose rows or gradients are none. Inductor would omit it from the graph of
 # such a batch, which uses nothing of what comes out, and the other ranks would wait.

@@ -6,8 +6,6 @@ The arrays of all exchanges stand in one piece of int64 memory, from which one c
 from __future__ import annotations
 
 import ctypes
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,20 +31,6 @@ class ExchangeCounts(NamedTuple):
 
 Told = tuple[int, int]  # two numbers that ranks tell each other with a batch; planning does not look at them
 NOTHING: Told = (-1, 0)
-NOBODY = -1  # in place of a count: no rank sends anything to any other
-
-
-def unless_nobody_sends(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A launch that does nothing where its `send_counts` say NOBODY. What it returns is like its first argument."""
-    place = list(inspect.signature(launch).parameters).index("send_counts")
-
-    @functools.wraps(launch)
-    def call(*args: Any) -> torch.Tensor:
-        if args[place].tolist()[:1] == [NOBODY]:
-            return args[0].new_empty((0, *args[0].shape[1:]))
-        return launch(*args)
-
-    return call
 
 
 class Extent(NamedTuple):

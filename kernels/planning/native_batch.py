@@ -77,20 +77,17 @@ class BatchPlan:
         self._needed_address, self._used_address, self._failed_address = map(ctypes.addressof, answers)
 
     def request(
-        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False,
-        tell: Told = NOTHING,
-    ) -> row_requests.Headers | None:  # fmt: skip
+        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, tell: Told = NOTHING
+    ) -> row_requests.Headers | None:
         """Tell the other ranks what this one requests (ids of all features of all exchanges; status 0), or that it does
         not go on (no ids). Returns None if all ranks go on with valid ids, else what they say. Collective.
 
-        `apart`: whether the batch and the one before it are to be kept apart, if this is rank 0, whose word counts:
-        nothing is early or late between the two, and counts of what is say NOBODY.
         Where all go on and `room` is enough, it may do at once what `plan` would do with it."""
         self._ids = None if ids is None else native_plan.FeatureIds(ids)
         address = None if self._ids is None else ctypes.addressof(self._ids)
         memory, elements, copies = room if room is not None else _NO_ROOM
         answer = native_plan.library().fs_request_and_plan(
-            self._address, status, apart, (ctypes.c_int64 * 2)(*tell), address, self._timeout, self._headers_address,
+            self._address, status, (ctypes.c_int64 * 2)(*tell), address, self._timeout, self._headers_address,
             self._needed_address, self._failed_address, memory, elements, self._used_address, self._new_results(),
             _numbers(copies), len(copies)
         )  # fmt: skip
@@ -101,11 +98,6 @@ class BatchPlan:
     def told(self) -> np.ndarray:
         """[ranks, 2]: what each rank has told with the batch that is planned."""
         return row_requests.told(self._headers)
-
-    @property
-    def apart(self) -> bool:
-        """Whether the batch that is planned is kept apart from the one before it."""
-        return row_requests.kept_apart(self._headers)
 
     @property
     def needed(self) -> int:

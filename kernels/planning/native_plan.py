@@ -25,7 +25,7 @@ _SIGNATURES = {  # P: pointer, n: number, d: double, v: nothing; the result come
     "fs_new_batch_plan": "PPnnPn",
     "fs_free_batch_plan": "vP",
     "fs_plan_batch": "nPPdPPPPPn",
-    "fs_request_and_plan": "nPnnPPdPPPPnPPPn",
+    "fs_request_and_plan": "nPnPPdPPPPnPPPn",
     "fs_room_of_last": "nP",
     "fs_plan_last": "nPPPP",
 }

@@ -14,7 +14,7 @@ from freescale.kernels.planning import rank_mesh
 from freescale.kernels.planning.keyed_lengths import NO_FAULT, Fault
 from freescale.kernels.planning.owners import InvalidId
 
-_FIRST = 4  # place in a header of the first exchange's number
+_FIRST = 3  # place in a header of the first exchange's number
 _INVALID_ID, _NO_LIBRARY = -1, -2  # in place of the kind of a Fault
 
 
@@ -32,22 +32,17 @@ class Headers(NamedTuple):
     statuses: list[int]  # of each rank: a number of the caller's
     send_counts: list[torch.Tensor]  # of each exchange, [world]: how many rows each rank requests from this one
     invalid_ids: list[tuple[int, InvalidId] | None]  # of each exchange: rank, and the first there
-    apart: bool  # rank 0 wants the batch kept apart from the one before it
     told: np.ndarray  # [ranks, 2]: two numbers of the caller's
 
 
 def header_width(exchanges: int) -> int:
-    """Status; apart or not; two numbers of the caller's; per exchange how many rows, feature and value of an invalid id
+    """Status; two numbers of the caller's; per exchange how many rows, feature and value of an invalid id
     (or -1)."""
     return _FIRST + 3 * exchanges
 
 
-def kept_apart(received: np.ndarray) -> bool:
-    return bool(received[0, 1])
-
-
 def told(received: np.ndarray) -> np.ndarray:
-    return received[:, 2:_FIRST].copy()
+    return received[:, 1:_FIRST].copy()
 
 
 def read_headers(received: np.ndarray, exchanges: int) -> Headers:
@@ -59,7 +54,7 @@ def read_headers(received: np.ndarray, exchanges: int) -> Headers:
         _, feature, value = of_exchange[rank].tolist()
         invalid.append((rank, InvalidId(feature, value)) if feature >= 0 else None)
     counts = [torch.from_numpy(of_exchange[:, 0].copy()) for of_exchange in of_exchanges]
-    return Headers(received[:, 0].tolist(), counts, invalid, kept_apart(received), told(received))
+    return Headers(received[:, 0].tolist(), counts, invalid, told(received))
 
 
 def tell_missing_library(group: dist.ProcessGroup) -> None:

@@ -1,9 +1,9 @@
 """What the transports that copy have in common: a launch puts a whole all-to-all on streams.
 
-A launch issues every copy and every signal of its message at once, in stream order (issue_python.py says how,
-issue_native.py does it in one call); the device goes through them without a thread of ours. So the training thread
-never waits, and neither Python's lock nor a busy host holds a transfer up. (A message of very many pieces can fill the
-driver's queue, some hundred pieces deep; then the launch itself is held back until the device has caught up.)
+A launch issues every copy and every signal of its message at once, in stream order (issue.py); the device goes through
+them without a thread of ours. So the training thread never waits, and neither the GIL nor a busy host holds a transfer
+up. (A message of very many pieces can fill the driver's queue, some hundred pieces deep; then the launch itself is held
+back until the device has caught up.)
 
 Failure: a watching thread (peer_watch.py) notices it, and the streams that wait are released. What the device computes
 from there on is garbage: the next launch, wait or `check` raises, and the transport stays unusable. A step calls
@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels.transports import issue_native, peer_watch
-from freescale.kernels.transports.channel import Channel
+from freescale.kernels.transports import peer_watch
 from freescale.kernels.transports.device_resources import DeviceResources
 from freescale.kernels.transports.in_flight import InFlight, Message
+from freescale.kernels.transports.issue import Channel, Issuer
 from freescale.kernels.transports.slot_rings import level_of
 
 # Ahead of every round that a stream may wait for, as 32-bit numbers that wrap around: whoever waits goes on.
@@ -44,11 +44,17 @@ class TransportWork(dist.Work):
         self.transport, self.message = transport, message
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self.transport.wait(self.message)
+        self.transport.check()
+        driver, message = self.transport.driver, self.message
+        current = driver.current_stream()
+        if not driver.is_done(message.done):
+            driver.wait_for_event(current, message.done)
+        if current == message.launch_stream:
+            message.tensors = ()  # that stream reuses the memory, if at all, after this point
         return True
 
     def is_completed(self) -> bool:
-        return self.transport.is_done(self.message)
+        return self.transport.driver.is_done(self.message.done)
 
 
 class CopyTransport(ABC):
@@ -68,7 +74,7 @@ class CopyTransport(ABC):
         self.liveness: peer_watch.Liveness | None = None
         self.error: str | None = None
         self.launched = 0
-        self.in_flight = InFlight()
+        self.in_flight = InFlight(driver.is_done)
         self._launch_lock = threading.Lock()
         self._stop_watching = threading.Event()
         self._resources = DeviceResources(driver)
@@ -76,9 +82,8 @@ class CopyTransport(ABC):
         self.streams: list[tuple[list[int], list[int]]] = []  # by priority level: outwards, inwards
 
     def _open_channels(self, channels: Sequence[Channel]) -> None:
-        """By priority level; or others than before, when nothing is in flight."""
-        self._issuer = issue_native.issuer_for(self.driver, channels)
-        self.in_flight.are_done = self._issuer.are_done
+        """By priority level."""
+        self._issuer = Issuer(self.driver, channels)
 
     def _start_watching(self) -> None:
         peer_watch.start_watching(self, self._stop_watching)
@@ -93,9 +98,6 @@ class CopyTransport(ABC):
     def release_waits(self) -> None:
         """Make every stream of this rank that waits for a peer go on. Called again until nothing waits."""
 
-    def _prepare(self, largest_bytes: int) -> None:  # noqa: B027  (most have nothing to do)
-        """Before every message, with the most bytes that it has to or from a peer."""
-
     def _host_is_sending(self) -> bool:
         """Whether the host still has something to send that has left the device."""
         return False
@@ -106,78 +108,45 @@ class CopyTransport(ABC):
         self, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int, priority: int
     ) -> torch.Tensor:
         """Start an all-to-all of rows; the result is there after `_c10d_functional.wait_tensor`."""
-        out, message = self.start(x, send_counts, recv_counts, n_recv, priority)
-        distributed.register_work(out, TransportWork(self, message))
+        out, work = self.start(x, send_counts, recv_counts, n_recv, priority)
+        distributed.register_work(out, work)
         return out
 
     def start(
         self, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int, priority: int
-    ) -> tuple[torch.Tensor, Message]:
-        """The same, for a caller that registers a Work of its own, which calls `wait`."""
+    ) -> tuple[torch.Tensor, TransportWork]:
+        """The same, for a caller that registers a Work of its own."""
         send_counts, recv_counts = _host_counts(send_counts), _host_counts(recv_counts)
-        largest_count = self._check_counts(x.shape[0], send_counts, recv_counts, n_recv)
-        self.check()
-        x = x.contiguous()
-        out = x.new_empty((n_recv, *x.shape[1:]))
-        row_bytes = x.element_size() * math.prod(x.shape[1:])
-        with self._launch_lock:
-            self._prepare(largest_count * row_bytes)
-            message = self._issue(x, out, send_counts, recv_counts, row_bytes, priority)
-        return out, message
-
-    def _check_counts(self, n_send: int, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int) -> int:
-        """The most rows that go to or come from one peer."""
         lengths = send_counts.shape[0], recv_counts.shape[0]
         if lengths != (self.world, self.world):
             raise ValueError(
                 f"freescale: {self.name}: expected counts for {self.world} ranks, found {lengths[0]} and {lengths[1]}"
             )
-        largest = self._issuer.largest_count(send_counts, recv_counts, n_send, n_recv)
-        if largest < 0:
-            raise ValueError(
-                f"freescale: {self.name}: expected {int(send_counts.sum())} rows to send and "
-                f"{int(recv_counts.sum())} to receive, found {n_send} and {n_recv}"
-            )
-        return largest
-
-    def _issue(
-        self, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, row_bytes: int,
-        priority: int,
-    ) -> Message:  # fmt: skip
-        current = self.driver.current_stream()
-        addresses = x.data_ptr(), out.data_ptr()
-        done = self._put_on_streams(level_of(priority), current, *addresses, send_counts, recv_counts, row_bytes)
-        message = Message(self.launched, priority, time.monotonic(), current, done, (x, out))
-        self.launched += 1
-        if self.liveness is not None:
-            self.liveness.set_launched(self.launched)
-        self.in_flight.add(message)
-        return message
+        self.check()
+        x = x.contiguous()
+        out = x.new_empty((n_recv, *x.shape[1:]))
+        row_bytes = x.element_size() * math.prod(x.shape[1:])
+        with self._launch_lock:
+            current = self.driver.current_stream()
+            done = self._put_on_streams(level_of(priority), current, x, out, send_counts, recv_counts, row_bytes)
+            if done is None:
+                raise ValueError(
+                    f"freescale: {self.name}: expected {int(send_counts.sum())} rows to send and "
+                    f"{int(recv_counts.sum())} to receive, found {x.shape[0]} and {n_recv}"
+                )
+            message = Message(self.launched, priority, time.monotonic(), current, done, (x, out))
+            self.launched += 1
+            if self.liveness is not None:
+                self.liveness.set_launched(self.launched)
+            self.in_flight.add(message)
+        return out, TransportWork(self, message)
 
     def _put_on_streams(
-        self, level: int, stream: int, x: int, out: int, send_counts: torch.Tensor, recv_counts: torch.Tensor,
-        row_bytes: int,
+        self, level: int, stream: int, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor,
+        recv_counts: torch.Tensor, row_bytes: int,
     ) -> Any:  # fmt: skip
-        """Every copy and every signal of one message; the event after the last."""
+        """Every copy and every signal of one message; the event after the last. None: the counts are wrong."""
         return self._issuer.launch(level, stream, x, out, send_counts, recv_counts, row_bytes)
-
-    def wait(
-        self, message: Message, times: tuple[Any, Any] | None = None, earlier: tuple[Any, Any] | None = None
-    ) -> tuple[bool, float | None]:
-        """The current stream goes on when the message has come in and its input may be written over.
-
-        Returns whether it had already. Else `times`, events with timing, are recorded around the wait. Also returned:
-        the seconds between two `earlier` ones, if the device has got there.
-        """
-        self.check()
-        current = self.driver.current_stream()
-        answer = self._issuer.wait(current, message.done, times, earlier)
-        if current == message.launch_stream:
-            message.tensors = ()  # that stream reuses the memory, if at all, behind this point
-        return answer
-
-    def is_done(self, message: Message) -> bool:
-        return self.driver.is_done(message.done)
 
     # ---- failure and end -------------------------------------------------------------------------------
 

@@ -18,8 +18,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamDestroy_v2": (_P,),
     "cuMemcpyDtoHAsync_v2": (_P, _U64, _SIZE, _P),
     "cuMemcpyHtoDAsync_v2": (_U64, _P, _SIZE, _P),
-    "cuMemcpyDtoDAsync_v2": (_U64, _U64, _SIZE, _P),
-    "cuMemsetD32Async": (_U64, _U32, _SIZE, _P),
     "cuStreamWriteValue32_v2": (_P, _U64, _U32, _U32),
     "cuStreamWaitValue32_v2": (_P, _U64, _U32, _U32),
     "cuEventCreate": (ctypes.POINTER(_P), _U32),

@@ -47,7 +47,6 @@ class CudaDriver:
         calls = CudaDriver.calls
         self._device_to_host, self._host_to_device = calls["cuMemcpyDtoHAsync_v2"], calls["cuMemcpyHtoDAsync_v2"]
         self._write_value, self._wait_value = calls["cuStreamWriteValue32_v2"], calls["cuStreamWaitValue32_v2"]
-        self._device_to_device, self._memset = calls["cuMemcpyDtoDAsync_v2"], calls["cuMemsetD32Async"]
         self._query = calls["cuEventQuery"]
         self.context = self._device_context()
 
@@ -144,13 +143,6 @@ class CudaDriver:
     def copy_to_device(self, to: int, data: int, nbytes: int, stream: int) -> None:
         """Pinned host memory to the device."""
         self.raise_on_error("cuMemcpyHtoDAsync", self._host_to_device(to, data, nbytes, stream))
-
-    def copy_device_to_device(self, to: int, data: int, nbytes: int, stream: int) -> None:
-        """Device to device. On one and the same device this takes SMs."""
-        self.raise_on_error("cuMemcpyDtoDAsync", self._device_to_device(to, data, nbytes, stream))
-
-    def fill_words(self, address: int, value: int, words: int, stream: int) -> None:
-        self.raise_on_error("cuMemsetD32Async", self._memset(address, value & 0xFFFFFFFF, words, stream))
 
     def write_word(self, address: int, value: int, stream: int) -> None:
         """Store a 32-bit word after everything before it in the stream."""

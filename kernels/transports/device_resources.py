@@ -25,11 +25,6 @@ class DeviceResources:
     def on_close(self, callback: Callable[..., Any], *arguments: Any) -> None:
         self._stack.callback(callback, *arguments)
 
-    def open_stream(self, priority: int) -> int:
-        stream = self._driver.new_stream(priority)
-        self.on_close(self._driver.destroy_stream, stream)
-        return stream
-
     def open_streams(self) -> list[tuple[list[int], list[int]]]:
         """For each priority level the streams outwards and those inwards."""
         streams = []

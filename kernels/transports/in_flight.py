@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, level_of
 
-_MANY = 8  # messages of a priority: then the device is asked about them, which takes as long as half a launch
+_MANY = 8  # messages of a priority: then the device is asked about them
 
 
 @dataclass(slots=True)
@@ -32,9 +31,9 @@ class InFlight:
     (Not record_stream: the allocator would go on using the streams after they are given back.)
     """
 
-    def __init__(self) -> None:
-        self.are_done: Callable[[Sequence[Any]], list[bool]] | None = None  # of events; there before the first message
-        self._lock = threading.RLock()
+    def __init__(self, is_done: Callable[[Any], bool]) -> None:
+        """`is_done`: of an event."""
+        self._is_done, self._lock = is_done, threading.RLock()
         self._by_level: tuple[deque[Message], ...] = tuple(deque() for _ in range(PRIORITY_LEVELS))
 
     @property
@@ -49,22 +48,14 @@ class InFlight:
         with self._lock:
             messages = self._by_level[level_of(message.priority)]
             if len(messages) > _MANY:
-                assert self.are_done is not None
-                for done in self.are_done([m.done for m in itertools.islice(messages, _MANY)]):
-                    if not done:
-                        break
+                while messages and self._is_done(messages[0].done):
                     messages.popleft()
             messages.append(message)
 
     def oldest(self) -> Message | None:
         """Of the unfinished ones; forgets what has finished, of any priority, and the memory that it held."""
         with self._lock:
-            messages = self.messages
-            if not messages:
-                return None
-            assert self.are_done is not None
-            done = self.are_done([m.done for m in messages])
-            unfinished = [m for m, is_done in zip(messages, done, strict=True) if not is_done]
+            unfinished = [m for m in self.messages if not self._is_done(m.done)]
             for level, of_level in enumerate(self._by_level):
                 of_level.clear()
                 of_level.extend(m for m in unfinished if level_of(m.priority) == level)

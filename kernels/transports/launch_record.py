@@ -54,11 +54,8 @@ class LaunchRecord:
             driver, began, ended = events
             if not driver.is_done(ended):
                 return False
-            self.set_stream_seconds(driver.seconds_between(began, ended))
+            self.stream_seconds, self.events = driver.seconds_between(began, ended), None
         return True
-
-    def set_stream_seconds(self, seconds: float) -> None:
-        self.stream_seconds, self.events = seconds, None
 
     def flight_seconds(self) -> float:
         """From the launch until it was seen to have arrived; an upper bound if nobody was waiting then."""
@@ -78,29 +75,24 @@ _not_waited_for: dict[int, RecordedWork] = {}
 
 
 class StreamWaits:
-    """Waits on the streams of one device. Their events are read, and used again, as later waits come by."""
+    """Waits on the streams of one device. Their events are read, and used again, as later waits are recorded."""
 
     def __init__(self, device: torch.device) -> None:
         self.driver = cuda_driver.driver_of(device)
         self._unread: deque[LaunchRecord] = deque()
 
-    def new_events(self) -> tuple[Any, Any]:
-        return self.driver.new_event(timing=True), self.driver.new_event(timing=True)
+    def event(self) -> Any:
+        """One after what the current stream has been given so far."""
+        return self.driver.record_event(self.driver.current_stream(), timing=True)
 
-    def add(self, record: LaunchRecord, events: tuple[Any, Any]) -> None:
-        record.stream_seconds, record.events = 0.0, (self.driver, *events)
+    def add(self, record: LaunchRecord, began: Any) -> None:
+        """A wait that ends here."""
+        record.stream_seconds, record.events = 0.0, (self.driver, began, self.event())
         self._unread.append(record)
 
-    def pop_oldest(self) -> LaunchRecord | None:
-        """One whose events are still to be read; what is not read is to be put back."""
-        while self._unread:
-            record = self._unread.popleft()
-            if record.events is not None:
-                return record
-        return None
-
-    def put_back(self, record: LaunchRecord) -> None:
-        self._unread.appendleft(record)
+    def read_oldest(self) -> None:
+        if self._unread and self._unread[0].read_events():
+            self._unread.popleft()
 
 
 _stream_waits = cache(StreamWaits)
@@ -156,40 +148,14 @@ class RecordedWork(dist.Work):
             finally:
                 awaited = None
             return
-        stream = waits.driver.current_stream()
-        began = waits.driver.record_event(stream, timing=True)
-        self.work.wait()
-        waits.add(record, (began, waits.driver.record_event(stream, timing=True)))
-        oldest = waits.pop_oldest()
-        if oldest is not None and not oldest.read_events():
-            waits.put_back(oldest)
-
-
-class RecordedMessage(RecordedWork):
-    """The same for a message of a transport that copies: the wait and all that is recorded of it in one call."""
-
-    def __init__(
-        self, transport: Any, message: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup,
-        size: int | None = None, then: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(message, label, out, group, size, then)
-        self.transport = transport
-
-    def _wait(self, record: LaunchRecord) -> None:
-        if (waits := self.stream_waits) is None:
-            record.arrived_before_wait, _ = self.transport.wait(self.work)
-            return
-        events, oldest = waits.new_events(), waits.pop_oldest()
-        earlier = oldest.events[1:] if oldest is not None and oldest.events is not None else None
-        arrived, seconds = self.transport.wait(self.work, events, earlier)
-        if arrived:
-            record.arrived_before_wait, record.stream_seconds = True, 0.0
+        if record.arrived_before_wait:
+            self.work.wait()
+            record.stream_seconds = 0.0
         else:
-            waits.add(record, events)
-        if oldest is not None and seconds is not None:
-            oldest.set_stream_seconds(seconds)
-        elif oldest is not None:
-            waits.put_back(oldest)
+            began = waits.event()
+            self.work.wait()
+            waits.add(record, began)
+        waits.read_oldest()
 
 
 @cache
@@ -198,10 +164,11 @@ def launch_label(what: str, priority: int, table: str) -> str:
 
 
 def register_launch(
-    work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup, size: int | None = None
-) -> torch.Tensor:
-    """Register `work` for `out`, so that a wait for `out` waits for it, and record it. `size`: see RecordedWork."""
-    distributed.register_work(out, RecordedWork(work, label, out, group, size))
+    work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup, size: int | None = None,
+    then: Callable[[], None] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Register `work` for `out`, so that a wait for `out` waits for it, and record it. The rest: see RecordedWork."""
+    distributed.register_work(out, RecordedWork(work, label, out, group, size, then))
     return out
 
 
@@ -228,11 +195,11 @@ def begin_wait(label: str, device: torch.device) -> Callable[[], None]:
     record = LaunchRecord(label, 0)
     record.wait_began = record.launched
     waits = _stream_waits(device) if device.type == "cuda" else None
-    began = None if waits is None else waits.driver.record_event(waits.driver.current_stream(), timing=True)
+    began = None if waits is None else waits.event()
 
     def end() -> None:
         if waits is not None:
-            waits.add(record, (began, waits.driver.record_event(waits.driver.current_stream(), timing=True)))
+            waits.add(record, began)
         record.wait_ended = time.perf_counter()
         records.append(record)
 

@@ -9,12 +9,15 @@ A thread for each priority has it do so (nixl_relay.py), so a launch is one call
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -23,15 +26,15 @@ import torch.distributed as dist
 
 from freescale.compat import distributed, nixl
 from freescale.kernels.transports.base import CopyTransport, release_words
-from freescale.kernels.transports.channel import Channel
 from freescale.kernels.transports.cuda_driver import CudaDriver, refuse_without_caching
+from freescale.kernels.transports.issue import Channel
 from freescale.kernels.transports.nixl_relay import NixlRelay, PeerReports, PeerSlots
-from freescale.kernels.transports.relay_threads import stop_relaying
 from freescale.kernels.transports.shared_segment import cpu_group
 from freescale.kernels.transports.slot_rings import PAGE_BYTES, PRIORITY_LEVELS, WORD_STRIDE, Lane
 
 RING_BYTES = 256 << 20  # per rank
 PIECE_BYTES = 4 << 20  # at most, per slot
+_CLOSE_SECONDS = 5.0
 _OPEN_SECONDS = 60.0  # at least: UCX looks for networks, for each priority
 _OUT_FULL, _OUT_FREE, _IN_FULL, _IN_FREE = range(4)
 
@@ -102,7 +105,7 @@ class NixlTransport(CopyTransport):
         self.liveness = self._reports = PeerReports(self._threads)
         self._resources.on_close(_close_agents, self._agents)
         self._resources.on_close(
-            stop_relaying, self._threads, gloo_group, self._wait_words, self._stop_threads, self._released
+            _stop_relaying, self._threads, gloo_group, self._wait_words, self._stop_threads, self._released
         )
         self._threads += self._connect(gloo_group)
         for thread in self._threads:
@@ -174,10 +177,12 @@ class NixlTransport(CopyTransport):
         )
 
     def _put_on_streams(
-        self, level: int, stream: int, x: int, out: int, send_counts: torch.Tensor, recv_counts: torch.Tensor,
-        row_bytes: int,
+        self, level: int, stream: int, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor,
+        recv_counts: torch.Tensor, row_bytes: int,
     ) -> Any:  # fmt: skip
         done = super()._put_on_streams(level, stream, x, out, send_counts, recv_counts, row_bytes)
+        if done is None:
+            return None
         send, recv = ([n * row_bytes for n in counts.tolist()] for counts in (send_counts, recv_counts))
         self._threads[level].enqueue(send, recv)
         return done
@@ -192,6 +197,7 @@ class NixlTransport(CopyTransport):
         self._released.set()
         release_words(self._wait_words)
 
+
 def _gather(said: Any, gloo_group: dist.ProcessGroup) -> list[Any]:
     heard = [None] * gloo_group.size()
     dist.all_gather_object(heard, said, group=gloo_group)
@@ -203,6 +209,29 @@ def _raise_first(ranks: Sequence[int], problems: Sequence[str]) -> None:
     for rank, problem in zip(ranks, problems, strict=True):
         if problem:
             raise RuntimeError(f"freescale: nixl: rank {rank} cannot open it: {problem}")
+
+
+def _stop_relaying(
+    threads: Sequence[NixlRelay], gloo_group: dist.ProcessGroup, wait_words: list[np.ndarray], stop: threading.Event,
+    released: threading.Event,
+) -> None:  # fmt: skip
+    """Let threads that are `busy` finish, unless one of them has stopped them all, or what they carry was `released`
+    because something failed; then stop them, and wait until every rank is here."""
+    end = time.monotonic() + _CLOSE_SECONDS
+    while any(t.busy for t in threads) and not (stop.is_set() or released.is_set()) and time.monotonic() < end:
+        time.sleep(0.001)
+    stop.set()
+    release_words(wait_words)
+    for thread in threads:
+        if thread.ident is not None and thread is not threading.current_thread():
+            thread.join(max(0.0, end - time.monotonic()))
+    if not threads or any(t.is_alive() or t.broken or t.busy for t in threads) or not dist.is_initialized():
+        return
+    # What this rank sent may still be on its way to a peer: connections and agents stay until everyone is here.
+    with contextlib.suppress(RuntimeError):
+        work = dist.barrier(gloo_group, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=_CLOSE_SECONDS))
 
 
 def _close_agents(agents: list[nixl.Agent]) -> None:

@@ -1,31 +1,26 @@
-"""The transports that this process has open, one per group and name, and the launch ops that go over them.
+"""The transports that this process has open, one per group and name.
 
-One that was asked for by name proves itself (proof.py), or it is an error. `auto` opens what the group's ranks can use
-(selection.py), best first, until one proves itself; measures that and the group's own all-to-all (transport_speed.py);
-and keeps one of them. All of this is collective, and so is the same on every rank.
+One that was asked for by name passes its self-test (proof.py), or it is an error. `auto` opens the SM-free one that the
+ranks of a group can use (selection.py), measures it and the group's own all-to-all (transport_speed.py), and keeps one
+of them. All of this is collective, so it is the same on every rank.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from freescale.compat import distributed
-from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import COPY_TRANSPORTS, LAUNCH_SUFFIXES, implement
-from freescale.kernels.planning.batch_plan import unless_nobody_sends
-from freescale.kernels.transports import c10d, launch_record, proof, rank_view, selection, transport_speed
+from freescale.kernels.transports import proof, rank_view, selection, transport_speed
 
 log = logging.getLogger(__name__)
 
-options: dict[str, dict[str, Any]] = {name: {} for name in COPY_TRANSPORTS}  # to open one with; from the flags
+options: dict[str, dict[str, Any]] = {name: {} for name in selection.SM_FREE}  # to open one with; from the flags
 # Names of transport, or "auto", and group: the group, and its transport; None: c10d.
 _open: dict[tuple[str, str], tuple[Any, Any]] = {}
 
@@ -70,8 +65,8 @@ def _choose(group: Any, device: torch.device, nbytes: int) -> Any:
     views, nbytes = rank_view.gather(group, device, nbytes)
     candidates = selection.candidates(views)
     open_before = {name for name, of_group in _open if of_group == group.group_name}
-    transport, reason = _open_first(candidates.without_sms, group, device), candidates.reason
-    if transport is not None and candidates.compare:
+    transport, reason = _open_candidate(candidates, group, device), candidates.reason
+    if transport is not None and candidates.has_c10d and group.size() > 1:
         seconds = transport_speed.measure({transport.name: transport, "c10d": None}, nbytes, group, device)
         reason = f"{selection.figures(seconds, transport_speed.size_of(nbytes))}; {reason}"
         if selection.fastest(seconds) == "c10d":
@@ -85,14 +80,21 @@ def _choose(group: Any, device: torch.device, nbytes: int) -> Any:
     return transport
 
 
-def _open_first(names: Sequence[str], group: Any, device: torch.device) -> Any:
-    """The first that proves itself; None if none does."""
-    for name, other in pairwise((*names, "c10d")):
+def _open_candidate(candidates: selection.Candidates, group: Any, device: torch.device) -> Any:
+    """The SM-free candidate if it proves itself; None: c10d. An error where c10d cannot carry rows either."""
+    problem = candidates.reason
+    if candidates.sm_free:
         try:
-            return _open_proven(name, group, device)
+            return _open_proven(candidates.sm_free, group, device)
         except proof.NotProven as error:
-            if group.rank() == 0:
-                log.warning("freescale: launches go over %s instead of %s: %s", other, name, error)
+            problem = str(error)
+            if candidates.has_c10d and group.rank() == 0:
+                log.warning("freescale: launches go over c10d instead of %s: %s", candidates.sm_free, error)
+    if not candidates.has_c10d:
+        raise selection.UnsupportedTransport(
+            f"freescale: no transport can carry the rows of group {group.group_name}: {problem}; "
+            f"{candidates.no_c10d}"
+        )
     return None
 
 
@@ -122,44 +124,7 @@ def drain(*_: Any) -> None:
 
 
 def close() -> None:
-    """Give all pinned memory, windows and streams back."""
+    """Give all pinned memory and streams back."""
     for transport in _transports():
         transport.close()
     _open.clear()
-
-
-def _launch_over_c10d(x, send_counts, recv_counts, n_recv, label, group):
-    """As reference.py does."""
-    out = x.new_empty((n_recv, *x.shape[1:]))
-    work = c10d.start_all_to_all(out, x.contiguous(), recv_counts.tolist(), send_counts.tolist(), group)
-    return launch_record.register_launch(work, label, out, group)
-
-
-def _implement_launches(name: str) -> None:
-    def launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name):
-        group = distributed.group_by_name(group_name)
-        label = launch_record.launch_label(what, priority, table)
-        with launch_record.profiler_range("launch", label):
-            transport = transport_for(name, group, x, n_recv)
-            if transport is None:
-                return _launch_over_c10d(x, send_counts, recv_counts, n_recv, label, group)
-            out, message = transport.start(x, send_counts, recv_counts, n_recv, priority)
-        work = launch_record.RecordedMessage(transport, message, label, out, group)
-        distributed.register_work(out, work)
-        return out
-
-    @unless_nobody_sends
-    def all_to_all_launch(x, send_counts, recv_counts, n_recv, priority, table, group_name):
-        return launch("gradients", x, send_counts, recv_counts, n_recv, priority, table, group_name)
-
-    @unless_nobody_sends
-    def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
-        packed = table_registry.gather_rows(table, rows)
-        return launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, group_name)
-
-    for fn in (all_to_all_launch, all_to_all_rows_launch):
-        implement(f"{fn.__name__}_{name}", fn)
-
-
-for _name in LAUNCH_SUFFIXES:
-    _implement_launches(_name)

@@ -56,26 +56,26 @@ def find_problem(transport: Any, group: dist.ProcessGroup, device: torch.device)
     for priority in range(PRIORITY_LEVELS):
         arriving = [_send(transport, group, device, priority, number) for number in range(_MESSAGES)]
         end = time.monotonic() + SECONDS
-        for message, out, expected in arriving:
-            while not transport.is_done(message):
+        for work, out, expected in arriving:
+            while not work.is_completed():
                 transport.check()
                 if time.monotonic() > end:
                     return f"{transport.name} has not carried {out.nbytes} bytes within {SECONDS:g} s"
                 time.sleep(1e-4)
-            transport.wait(message)
+            work.wait()
             transport.check()
             problem = problem or _compare(transport.name, group, out.cpu(), expected)
     return problem
 
 
 def _send(transport: Any, group: dist.ProcessGroup, device: torch.device, priority: int, number: int) -> tuple:
-    """A message on its way, what it arrives in, and what must be in it from each rank."""
+    """The work of a message, what it arrives in, and what must be in it from each rank."""
     rank, world = group.rank(), group.size()
     parts = [_bytes(rank, to, priority, number, world) for to in range(world)]
     expected = [_bytes(source, rank, priority, number, world) for source in range(world)]
     send, recv = (torch.tensor([len(p) for p in ps]) for ps in (parts, expected))
-    out, message = transport.start(torch.cat(parts).to(device), send, recv, int(recv.sum()), priority)
-    return message, out, expected
+    out, work = transport.start(torch.cat(parts).to(device), send, recv, int(recv.sum()), priority)
+    return work, out, expected
 
 
 def _compare(name: str, group: dist.ProcessGroup, out: torch.Tensor, expected: list[torch.Tensor]) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from freescale.compat import distributed, nixl
+from freescale.compat import distributed, launcher_environment, nixl
 from freescale.kernels.transports.shared_segment import cpu_group, host_id
 
 
@@ -21,9 +20,9 @@ class RankView:
     rank: int
     host: str  # the same for ranks that can share memory
     gpu: str
-    reaches: frozenset[str] = frozenset()  # GPUs whose memory this rank's GPU can write to, of those that it can see
     backend: str = "nccl"  # that carries the group's own all-to-all of rows on a GPU; empty: none does
     no_rdma: str = ""  # why this rank cannot do RDMA without SMs; empty: it can
+    nccl_shares_gpus: bool = False  # NCCL is told to serve several ranks on a GPU
 
 
 def gather(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> tuple[list[RankView], int]:
@@ -41,19 +40,14 @@ def look(group: dist.ProcessGroup, device: torch.device) -> RankView:
         dist.get_rank(),
         host_id(),
         _gpu_name(device.index or 0),
-        frozenset(_gpu_name(i) for i in _reachable_from(device.index or 0)),
         backends.get("cuda", ""),
         no_rdma_reason(),
+        launcher_environment.nccl_shares_gpus(),
     )
 
 
 def _gpu_name(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)  # ranks may number them differently
-
-
-def _reachable_from(index: int) -> list[int]:
-    others = [i for i in range(torch.cuda.device_count()) if i != index]
-    return [i for i in others if torch.cuda.can_device_access_peer(index, i)]
 
 
 def no_rdma_reason(root: str = "/") -> str:
@@ -73,14 +67,3 @@ def _is_active(port: Path) -> bool:
         return "ACTIVE" in port.read_text()
     except OSError:
         return False
-
-
-@cache
-def peer_accessible_gpus() -> int:
-    """How many of this host's GPUs, from the first one on, can all write into each other's memory."""
-    n = 0
-    while n < torch.cuda.device_count() and all(
-        torch.cuda.can_device_access_peer(a, b) for other in range(n) for a, b in ((other, n), (n, other))
-    ):
-        n += 1
-    return n

@@ -111,7 +111,7 @@ def _make_segment(nbytes: int) -> tuple[SharedSegment | None, str]:
         reason = f"{_FOLDER} has {there:.1f} MiB free, and the ranks of this host need {needed:.1f} there"
     except OSError as error:
         reason = f"rank 0 cannot make {nbytes / 2**20:.1f} MiB in {_FOLDER}: {error}"
-    log.warning("freescale: %s; they do without, more slowly (containers: --shm-size makes it larger)", reason)
+    log.warning("freescale: %s; the transport staged cannot be used (containers: --shm-size makes it larger)", reason)
     return None, reason
 
 

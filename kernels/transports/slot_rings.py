@@ -80,14 +80,6 @@ def at_least(word: int, value: int) -> bool:
     return (word - value) & 0xFFFFFFFF < 0x80000000
 
 
-class LaneTransfer(NamedTuple):
-    """One piece through one lane: bytes [offset, offset + nbytes) of the tensor that is sent or received."""
-
-    lane: Lane
-    offset: int
-    nbytes: int
-
-
 class Transfer(NamedTuple):
     """One piece, to or from a peer."""
 
@@ -155,33 +147,3 @@ def fit_layout(world: int, ring_bytes: int, piece_bytes: int) -> SharedLayout:
 
 def _round_up(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-
-
-class Fragment(NamedTuple):
-    """What goes to or comes from one peer in one message of the network; `offset` is in the tensor."""
-
-    peer: int
-    offset: int
-    nbytes: int
-
-
-def pack_fragments(peers: Sequence[int], nbytes: Sequence[int], piece_bytes: int) -> list[list[Fragment]]:
-    """Fragments in the order of `peers`, grouped into pieces: each a stretch of the tensor that fits into a slot.
-
-    Both ends of a pair cut what goes between them alike, whatever else is in their slots.
-    """
-    starts = [0, *accumulate(nbytes)]
-    pieces: list[list[Fragment]] = []
-    low = high = 0  # the stretch of the last piece
-    for peer in peers:
-        for begin in range(0, nbytes[peer], piece_bytes):
-            fragment = Fragment(peer, starts[peer] + begin, min(piece_bytes, nbytes[peer] - begin))
-            end = fragment.offset + fragment.nbytes
-            touches = fragment.offset == high or end == low
-            if pieces and touches and max(high, end) - min(low, fragment.offset) <= piece_bytes:
-                pieces[-1].append(fragment)
-                low, high = min(low, fragment.offset), max(high, end)
-            else:
-                pieces.append([fragment])
-                low, high = fragment.offset, end
-    return pieces

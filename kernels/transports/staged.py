@@ -1,18 +1,16 @@
 """The `staged` transport: an all-to-all through pinned host memory by copy engines alone, no kernel anywhere.
 
-    device of the sender --copy engine--> slot in host memory --network--> slot --copy engine--> device of the receiver
+    device of the sender --copy engine--> slot in host memory --copy engine--> device of the receiver
 
-Where all ranks are on one host, the slots lie in memory that they share: the sender copies into the very slot that the
+All ranks are on one host, and the slots are in memory that they share: the sender copies into the slot that the
 receiver copies out of, and both signals are words beside it that the devices themselves write and wait for. No
-process touches a byte or a signal. Across hosts, threads send the slots over gloo (staged_gloo.py). What a rank
-sends to itself goes through the host too, so no part of it takes SMs.
+process touches a byte or a signal. What a rank sends to itself goes through the host too, so no part of it takes SMs.
 
 Memory is bounded by `ring_bytes` per rank, allocated once; a sender whose slots are taken waits on its stream.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,16 +20,13 @@ import torch.distributed as dist
 from freescale.compat import distributed
 from freescale.kernels.transports import slot_rings
 from freescale.kernels.transports.base import CopyTransport, release_words
-from freescale.kernels.transports.channel import Channel
-from freescale.kernels.transports.cuda_driver import CudaDriver, refuse_without_caching
+from freescale.kernels.transports.cuda_driver import CudaDriver
+from freescale.kernels.transports.issue import Channel
 from freescale.kernels.transports.shared_segment import PeerLiveness, SharedSegment, cpu_group, share_segment
 from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, Lane
 
-log = logging.getLogger(__name__)
-
 RING_BYTES = 256 << 20  # per rank
 PIECE_BYTES = 8 << 20  # at most, per slot
-NETWORKS = ("auto", "memory", "gloo")
 
 
 class SharedMemoryTransport(CopyTransport):
@@ -100,30 +95,18 @@ def open_transport(
     device: torch.device | None = None,
     ring_bytes: int = RING_BYTES,
     piece_bytes: int = PIECE_BYTES,
-    network: str = "auto",
     timeout: float | None = None,
     driver: Any = None,
-) -> CopyTransport:
+) -> SharedMemoryTransport:
     """Make the group's transport. Collective: every rank calls it, with the same arguments."""
-    from freescale.kernels.transports.staged_gloo import GlooRelay
-
-    if network not in NETWORKS:
-        raise ValueError(f"freescale: staged: network is one of {', '.join(NETWORKS)}, found {network!r}")
-    if network == "gloo":
-        refuse_without_caching("staged over gloo")
     if driver is None:
         driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
     seconds = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
     gloo_group = cpu_group(group, seconds)
-    if network != "gloo":
-        layout = slot_rings.fit_layout(group.size(), ring_bytes, piece_bytes)
-        segment, reason = share_segment(layout.nbytes, group.rank(), gloo_group)
-        if segment is not None:
-            transport = SharedMemoryTransport(group, driver, seconds, segment, layout)
-            dist.barrier(gloo_group)
-            return transport
-        if network == "memory":
-            raise RuntimeError(f"freescale: staged: the ranks cannot share memory: {reason}")
-        log.info("staged: over gloo, because %s", reason)
-        refuse_without_caching("staged over gloo")
-    return GlooRelay(group, driver, seconds, gloo_group, ring_bytes, piece_bytes)
+    layout = slot_rings.fit_layout(group.size(), ring_bytes, piece_bytes)
+    segment, reason = share_segment(layout.nbytes, group.rank(), gloo_group)
+    if segment is None:
+        raise RuntimeError(f"freescale: staged: the ranks cannot share memory: {reason}")
+    transport = SharedMemoryTransport(group, driver, seconds, segment, layout)
+    dist.barrier(gloo_group)
+    return transport

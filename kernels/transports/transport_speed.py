@@ -58,8 +58,8 @@ def _seconds(transport: Any, x: torch.Tensor, rows: int, group: dist.ProcessGrou
         per_peer = counts.tolist()
         c10d.start_all_to_all(torch.empty_like(x), x, per_peer, per_peer, group).wait()
     else:
-        _, message = transport.start(x, counts, counts, x.shape[0], 0)
-        transport.wait(message)
+        _, work = transport.start(x, counts, counts, x.shape[0], 0)
+        work.wait()
     _synchronize(x.device)
     if transport is not None:
         transport.check()

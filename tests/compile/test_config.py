@@ -222,6 +222,7 @@ def test_compression_that_is_refused(flags: dict[str, str], sentence: str):
          "COMPRESS=rows:lossless|no compression of rows"),
         ({"COMPRESS": "rows:lossless,dense:0.1", "DENSE": "allreduce"}, {"COMPRESS": "dense:0.1", "DENSE": "allreduce"},
          "COMPRESS=rows:lossless|no compression of rows"),
+        ({"TRANSPORT": "peer"}, {"TRANSPORT": "auto"}, "TRANSPORT=peer|auto"),
     ],
 )  # fmt: skip
 def test_a_deprecated_value_is_replaced_with_one_warning(caplog, given: dict[str, str], instead: dict[str, str], words: str):

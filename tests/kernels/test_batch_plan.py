@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from freescale.kernels.native import c_library
 from freescale.kernels.planning import native_plan, rank_mesh
-from freescale.kernels.planning.batch_plan import NOBODY, Copy, Room
+from freescale.kernels.planning.batch_plan import Copy, Room
 from freescale.kernels.planning.native_batch import BatchPlan, plan_alone
 from freescale.kernels.planning.owners import ExchangeTables, Shard, first_row_of_each_table, owner_map
 from planning_oracle import OraclePlan
@@ -87,29 +87,22 @@ def _same(seed: int, batches: int, over: str, whole: bool = False) -> int:
     tables = [_row_wise([100, 1, 7], world, [0, 2, 1, 0]), _row_wise([2**33 + 5, 3], world, [0, 1])]
     mesh = _open_mesh(over)
     native, oracle = BatchPlan(mesh, tables, 30.0, whole), OraclePlan(group, tables, whole)
-    rng, wishes = np.random.default_rng((seed, rank)), np.random.default_rng((seed, rank, 2))
-    planned = kept_apart = 0
+    rng, planned = np.random.default_rng((seed, rank)), 0
     for number in range(batches):
         ids = [i for t in tables for i in _ids(rng, t, 1 + 40 * (number % 3))]
         # Room for none, or for any of these batches; on each rank for others.
         memory, copied = np.full(int(rng.integers(0, 2)) * 9000 + 1, -7, dtype=np.int64), np.zeros(3, dtype=np.int64)
         room = Room(*_room(memory)[:2], [Copy(*map(native_plan.address_of, (copied, SOURCE)), SOURCE.nbytes)])
-        apart = bool(wishes.integers(0, 3) == 0)  # on each rank another one; that of rank 0 counts
-        assert native.request(0, ids, room, apart) is None
+        assert native.request(0, ids, room) is None
         at_once = native.needed <= room.elements
         assert (copied == SOURCE).all() == at_once == (memory.shape[0] > 1)
         in_c = _planned(native, already=(memory, room) if at_once else None)
-        assert oracle.request(0, ids, apart=apart) is None and _planned(oracle) == in_c
-        assert native.apart == oracle.apart and (rank > 0 or native.apart == apart)
+        assert oracle.request(0, ids) is None and _planned(oracle) == in_c
         planned += sum(map(len, in_c[0][0]))
         (urgent, *_, late, _, _, _), _, (rows, counts, _) = in_c[0]
-        if native.apart and number and not whole:
-            assert late == rows[4] == [] and counts[2:] == [[NOBODY] * world] * 2
-            kept_apart += 1
-        else:
-            assert min(map(min, counts)) >= 0
+        assert min(map(min, counts)) >= 0
         assert not whole or (late == rows[4] == [] and urgent == list(range(len(rows[3]))))  # no early ones either
-    assert whole or (_planned(native, last=True) == _planned(oracle, last=True) and 0 < kept_apart < batches - 1)
+    assert whole or _planned(native, last=True) == _planned(oracle, last=True)
     return planned
 
 

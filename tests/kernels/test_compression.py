@@ -143,7 +143,7 @@ class Table:
 PACKINGS = ("largest:1/2:2", "largest:1/3:300", "fp16", "bf16", "fp8", "fp8:stochastic")
 
 
-def _launched(device: str = "cpu", suffix: str = "") -> None:
+def _launched(device: str = "cpu", transport: str = "c10d") -> None:
     """Every packing, with counts that differ by peer and are 0 for some; launches overlap."""
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
     sizes = torch.tensor([[(3 * i + 5 * j + 2) % 7 for j in range(world)] for i in range(world)])
@@ -163,9 +163,8 @@ def _launched(device: str = "cpu", suffix: str = "") -> None:
 
     first = len(launch_record.records)
     token, mine = torch.empty(0, 3, device=device), rows[rank].to(device)
-    launch_rows, launch = (getattr(ops, f"all_to_all_{kind}_packed{suffix}") for kind in ("rows_launch", "launch"))
-    launched = [launch_rows(token, mine, *counts, n_recv, 2, name, group, p) for p in PACKINGS]
-    launched += [launch(table.weight[mine], *counts, n_recv, 1, name, group, p) for p in PACKINGS]
+    launched = [ops.all_to_all_rows_launch(token, mine, *counts, n_recv, 2, name, group, transport, p) for p in PACKINGS]
+    launched += [ops.all_to_all_launch(table.weight[mine], *counts, n_recv, 1, name, group, transport, p) for p in PACKINGS]
     for i, out in enumerate(launched):
         text, number = PACKINGS[i % len(PACKINGS)], numbers[i % len(PACKINGS)]
         assert torch.equal(wait(out).cpu(), torch.cat([expected(r, text, number) for r in range(world)])), text
@@ -207,9 +206,9 @@ def test_a_launch_delivers_what_the_definition_says(world):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("suffix", ("", "_staged", "_auto"))
-def test_a_launch_delivers_it_on_a_gpu(suffix):
-    run_ranks(_launched, 2, "cuda", suffix, backend="cpu:gloo,cuda:nccl")
+@pytest.mark.parametrize("transport", ("c10d", "staged", "auto"))
+def test_a_launch_delivers_it_on_a_gpu(transport):
+    run_ranks(_launched, 2, "cuda", transport, backend="cpu:gloo,cuda:nccl")
 
 
 def test_opcheck(tmp_path):
@@ -220,9 +219,9 @@ def test_opcheck(tmp_path):
         name = table_registry.register(table, "t")
         tests = ("test_schema", "test_faketensor")
         x, rows = torch.randn(3, 8), torch.tensor([1, 4, 1])
-        args = (counts, counts, 3, 0, name, group, "fp16")
-        opcheck(ops.all_to_all_launch_packed, (x, *args), test_utils=tests)
-        opcheck(ops.all_to_all_rows_launch_packed, (torch.empty(0, 8), rows, *args), test_utils=tests)
-        opcheck(ops.all_reduce_launch_packed, ([x, x[0]], "a, b", group, "largest:1/4:32"), test_utils=tests)
+        args = (counts, counts, 3, 0, name, group, "c10d", "fp16")
+        opcheck(ops.all_to_all_launch, (x, *args), test_utils=tests)
+        opcheck(ops.all_to_all_rows_launch, (torch.empty(0, 8), rows, *args), test_utils=tests)
+        opcheck(ops.all_reduce_launch, ([x, x[0]], "a, b", group, "largest:1/4:32"), test_utils=tests)
     finally:
         dist.destroy_process_group()

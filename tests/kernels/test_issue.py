@@ -13,19 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels.native import c_library
-from freescale.kernels.transports import issue_native, slot_rings
-from freescale.kernels.transports.channel import Channel
+from freescale.kernels.transports import slot_rings
 from freescale.kernels.transports.cuda_driver import CudaDriver, DriverEvent
-from freescale.kernels.transports.issue_native import NativeIssuer
-from freescale.kernels.transports.issue_python import PythonIssuer
-from freescale.kernels.transports.slot_rings import WORD_STRIDE, Lane, LaneTransfer
-from host_device import HostDriver
+from freescale.kernels.transports.issue import Channel, Issuer
+from freescale.kernels.transports.slot_rings import WORD_STRIDE, Lane
+from issue_python import PythonIssuer
 from recording_driver import RecordingDriver
 
 OUTWARDS, INWARDS, COMPUTE = [11, 12], [21, 22], 5
-X, OUT = 1 << 40, 2 << 40  # addresses of the tensors
-KINDS = ("host memory", "device memory", "flag by copy")
 
 
 def lanes_of(world, slots, piece_bytes, sends, first_pieces, words):
@@ -43,10 +38,9 @@ def lanes_of(world, slots, piece_bytes, sends, first_pieces, words):
     return lanes
 
 
-def channel_of(kind, rank, world, slots, piece_bytes, first_pieces, words=None):
+def channel_of(rank, world, slots, piece_bytes, first_pieces, words=None):
     lanes = [lanes_of(world, slots, piece_bytes, sends, first_pieces, words) for sends in (1, 0)]
-    scratch = {s: 3 << 40 | s for s in (*OUTWARDS, *INWARDS)} if kind == "flag by copy" else {}
-    return Channel(rank, OUTWARDS, INWARDS, *lanes, piece_bytes, kind != "host memory", scratch)
+    return Channel(rank, OUTWARDS, INWARDS, *lanes, piece_bytes)
 
 
 def words_with(rounds):
@@ -57,8 +51,18 @@ def words_with(rounds):
 
 
 def issue(issuer, messages, row_bytes):
+    """The addresses of what each message sends and receives."""
+    addresses = []
     for send, recv in messages:
-        issuer.launch(0, COMPUTE, X, OUT, torch.tensor(send), torch.tensor(recv), row_bytes)
+        x, out = (torch.empty(sum(counts), row_bytes, dtype=torch.uint8) for counts in (send, recv))
+        assert issuer.launch(0, COMPUTE, x, out, torch.tensor(send), torch.tensor(recv), row_bytes) is not None
+        addresses.append((x.data_ptr(), out.data_ptr()))
+    return addresses
+
+
+def one_row(issuer):
+    x, one = torch.empty(1, 8, dtype=torch.uint8), torch.tensor([1])
+    return issuer.launch(0, COMPUTE, x, x, one, one, 8)
 
 
 def counts(draw, world):
@@ -67,61 +71,66 @@ def counts(draw, world):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from(KINDS), st.integers(1, 6), st.integers(1, 4), st.integers(1, 32), st.booleans(), st.booleans(),
+    st.integers(1, 6), st.integers(1, 4), st.integers(1, 32), st.booleans(), st.booleans(),
     st.integers(0, 10**9),
 )  # fmt: skip
-def test_c_and_python_ask_the_driver_for_the_same(kind, world, slots, piece_bytes, host_reads, at_wrap, seed):
+def test_c_and_python_ask_the_driver_for_the_same(world, slots, piece_bytes, host_reads, at_wrap, seed):
     """Pieces of any size, several messages through the same lanes, words that have got anywhere, rounds that wrap."""
     draw = random.Random(seed)
     rank, row_bytes = draw.randrange(world), draw.choice((1, 4, 7))
     begin = slots * ((1 << 32) - 2) if at_wrap else 0
     first = [[begin + draw.randrange(5) for _ in range(world)] for _ in range(2)]
     rounds = np.array([[[n // slots + draw.randrange(-1, 3) for _ in range(slots)] for n in way] for way in first])
-    words = words_with(rounds) if host_reads and kind == "host memory" else None
+    words = words_with(rounds) if host_reads else None
     messages = [(counts(draw, world), counts(draw, world)) for _ in range(3)]
     logs, ends = [], []
-    for make in (PythonIssuer, NativeIssuer):
+    for make in (PythonIssuer, Issuer):
         driver = RecordingDriver()
-        channel = channel_of(kind, rank, world, slots, piece_bytes, first, words)
-        issue(make(driver, [channel]), messages, row_bytes)
+        channel = channel_of(rank, world, slots, piece_bytes, first, words)
+        issuer = make(driver, [channel])
+        for message in messages:
+            begin = len(driver.log)
+            (addresses,) = issue(issuer, [message], row_bytes)
+            driver.log[begin:] = [in_tensor(line, *addresses) for line in driver.log[begin:]]
+        copies = [line for line in driver.log if line[0] in ("sends", "receives")]
         logs.append(driver.log)
         ends.append([lane.next_piece for lane in (*channel.lanes_out, *channel.lanes_in)])
     assert logs[0] == logs[1] and ends[0] == ends[1]
-    copies = [line for line in logs[1] if line[0] in ("to host", "to device") or (line[0] == "between" and not is_flag(line))]
     expected = []
     for send, recv in messages:
         sizes = [n * row_bytes for n in send], [n * row_bytes for n in recv]
         for sends, _, offset, nbytes in slot_rings.transfers_in_order(rank, *sizes, piece_bytes):
-            expected.append((sends, offset, nbytes))
-    assert [of_copy(line) for line in copies] == expected
+            expected.append(("sends" if sends else "receives", offset, nbytes))
+    assert [(line[0], line[1], line[3]) for line in copies] == expected
+    assert all(line[4] in (OUTWARDS if line[0] == "sends" else INWARDS) for line in copies)
 
 
-def is_flag(line):
-    return line[3] == 4 and line[2] >> 40 == 3
-
-
-def of_copy(line):
-    """(sends, offset, nbytes)"""
-    _, to, data, nbytes, stream = line
-    sends = stream in OUTWARDS
-    return sends, (data - X if sends else to - OUT), nbytes
+def in_tensor(line, x, out):
+    """A line of the driver's log; of a copy, the place in the tensor instead of an address."""
+    if line[0] == "to host":
+        _, to, data, nbytes, stream = line
+        return "sends", data - x, to, nbytes, stream
+    if line[0] == "to device":
+        _, to, data, nbytes, stream = line
+        return "receives", to - out, data, nbytes, stream
+    return line
 
 
 def test_a_message_in_full():
     """One piece to a peer and one back, the second round of a lane of one slot."""
     driver = RecordingDriver()
-    channel = channel_of("host memory", 0, 2, 1, 64, [[0, 1], [0, 1]])
-    issue(NativeIssuer(driver, [channel]), [([0, 3], [0, 2])], 8)
+    channel = channel_of(0, 2, 1, 64, [[0, 1], [0, 1]])
+    ((x, received),) = issue(Issuer(driver, [channel]), [([0, 3], [0, 2])], 8)
     out, back = channel.lanes_out[1], channel.lanes_in[1]
     assert driver.log == [
         ("record", COMPUTE),
         ("wait", 11, 0),
         ("word", out.wait_address, 1, 11),
-        ("to host", out.data_address, X, 24, 11),
+        ("to host", out.data_address, x, 24, 11),
         ("write", out.signal_address, 2, 11),
         ("wait", 21, 0),
         ("word", back.wait_address, 2, 21),
-        ("to device", OUT, back.data_address, 16, 21),
+        ("to device", received, back.data_address, 16, 21),
         ("write", back.signal_address, 2, 21),
         ("record", 11),
         ("wait", 21, 9),
@@ -129,51 +138,32 @@ def test_a_message_in_full():
     ]
 
 
-@pytest.mark.parametrize("make", (PythonIssuer, NativeIssuer))
+@pytest.mark.parametrize("make", (PythonIssuer, Issuer))
 def test_a_message_without_rows_is_done_with_the_compute_before_it(make):
     driver = RecordingDriver()
-    issue(make(driver, [channel_of("host memory", 0, 2, 1, 64, [[0, 0], [0, 0]])]), [([0, 0], [0, 0])], 8)
+    issue(make(driver, [channel_of(0, 2, 1, 64, [[0, 0], [0, 0]])]), [([0, 0], [0, 0])], 8)
     assert driver.log == [("record", COMPUTE), ("record", COMPUTE)]
 
 
-def some_pieces(channel, draw):
-    lanes = [*channel.lanes_out, *channel.lanes_in]
-    return [LaneTransfer(draw.choice(lanes), draw.randrange(100), draw.randrange(1, 30)) for _ in range(draw.randrange(9))]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_pieces_that_the_caller_has_put_in_order(seed):
-    logs = []
-    for make in (PythonIssuer, NativeIssuer):
-        driver, draw = RecordingDriver(), random.Random(seed)
-        channel = channel_of("host memory", 0, 3, 2, 64, [[0] * 3] * 2)
-        issuer = make(driver, [channel])
-        for _ in range(4):
-            issuer.launch_pieces(0, COMPUTE, X, OUT, some_pieces(channel, draw))
-        logs.append(driver.log)
-    assert logs[0] == logs[1] and len(logs[0]) > 20
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_call_that_can_fail_is_named_with_its_code(kind):
+def test_every_call_that_can_fail_is_named_with_its_code():
     """At the first one, nothing more is asked of the driver."""
     messages = [([2, 1, 3], [1, 4, 2])]
     whole = RecordingDriver()
-    channel = channel_of(kind, 1, 3, 1, 2, [[1] * 3] * 2)
-    issue(NativeIssuer(whole, [channel]), messages, 1)
+    channel = channel_of(1, 3, 1, 2, [[1] * 3] * 2)
+    issue(Issuer(whole, [channel]), messages, 1)
     failed = set()
     for fails_at in range(len(whole.log)):
         said = []
-        for make in (PythonIssuer, NativeIssuer):
+        for make in (PythonIssuer, Issuer):
             driver = RecordingDriver(fails_at=fails_at, code=2**31 + 7)
-            channel = channel_of(kind, 1, 3, 1, 2, [[1] * 3] * 2)
+            channel = channel_of(1, 3, 1, 2, [[1] * 3] * 2)
             with pytest.raises(RuntimeError) as error:
                 issue(make(driver, [channel]), messages, 1)
-            assert driver.log == whole.log[: fails_at + 1]
+            assert [line[0] for line in driver.log] == [line[0] for line in whole.log[: fails_at + 1]]
             said.append((str(error.value), [lane.next_piece for lane in (*channel.lanes_out, *channel.lanes_in)]))
         assert said[0] == said[1]
         failed.add(said[0][0].split()[1])
-    copies = {"cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"} if kind == "host memory" else {"cuMemcpyDtoDAsync"}
+    copies = {"cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"}
     assert failed == {"cuEventRecord", "cuStreamWaitEvent", "cuStreamWriteValue32", "cuStreamWaitValue32"} | copies
 
 
@@ -183,7 +173,7 @@ def test_another_context_is_left_as_it_was():
     for current, expected in ((7, (0, 0)), (9, (1, 1)), (0, (1, 1))):
         for fails_at in (None, 3):
             driver = RecordingDriver(context=7, current_context=current, fails_at=fails_at)
-            issuer = NativeIssuer(driver, [channel_of("host memory", 0, 1, 1, 64, [[0], [0]])])
+            issuer = Issuer(driver, [channel_of(0, 1, 1, 64, [[0], [0]])])
             if fails_at is None:
                 issue(issuer, messages, 1)
             else:
@@ -195,80 +185,24 @@ def test_another_context_is_left_as_it_was():
                 assert driver.log[0] == ("push", 7) and driver.log[-1] == ("pop",)
 
 
-def waits(make):
-    """What a wait asks for and answers: for what has come, what has not, and with the times of an earlier wait."""
-    driver = RecordingDriver()
-    driver.milliseconds = 250.0
-    issuer = make(driver, [channel_of("host memory", 0, 1, 1, 64, [[0], [0]])])
-    done = issuer.launch(0, COMPUTE, X, OUT, torch.tensor([1]), torch.tensor([1]), 8)
-    del driver.log[:-1]  # that of `done`, which is line 0 from here on
-    driver.recorded[done.handle] = 0
-    times, more = [(driver.new_event(timing=True), driver.new_event(timing=True)) for _ in range(2)]
-    answers = [issuer.wait(COMPUTE, done), issuer.wait(COMPUTE, done, times)]
-    answers += [issuer.wait(COMPUTE, done, more, times), issuer.are_done([done, times[1]])]
-    driver.reached |= {0, driver.recorded[times[1].handle]}
-    answers += [issuer.wait(COMPUTE, done, more, times), issuer.are_done([done, more[1], times[1]])]
-    return answers, driver.log
-
-
-def test_a_wait_is_the_same_in_c():
-    answers, log = waits(NativeIssuer)
-    assert (answers, log) == waits(PythonIssuer)
-    assert answers == [(False, None), (False, None), (False, None), [False, False], (True, 0.25), [True, False, True]]
-    assert log[:7] == [
-        ("record", 21),
-        ("query", 0), ("wait", COMPUTE, 0),
-        ("query", 0), ("record", COMPUTE), ("wait", COMPUTE, 0), ("record", COMPUTE),
-    ]  # fmt: skip
-
-
-def test_a_wait_that_fails_names_the_call():
-    for fails_at, name in enumerate(("cuEventQuery", "cuEventRecord", "cuStreamWaitEvent", "cuEventRecord", "cuEventQuery")):
-        driver = RecordingDriver()
-        issuer = NativeIssuer(driver, [channel_of("host memory", 0, 1, 1, 64, [[0], [0]])])
-        done = issuer.launch(0, COMPUTE, X, OUT, torch.tensor([1]), torch.tensor([1]), 8)
-        earlier = driver.record_event(COMPUTE), driver.record_event(COMPUTE)
-        driver.fails_at = len(driver.log) + fails_at
-        with pytest.raises(RuntimeError, match=f"freescale: {name} failed: 700"):
-            issuer.wait(COMPUTE, done, (driver.new_event(), driver.new_event()), earlier)
-
-
-def test_more_than_64_events():
-    driver = RecordingDriver()
-    issuer = NativeIssuer(driver, [])
-    events = [driver.record_event(COMPUTE) for _ in range(150)]
-    driver.reached = {line for line in range(150) if line % 7 in (1, 4)}
-    assert issuer.are_done(events) == [i % 7 in (1, 4) for i in range(150)] and issuer.are_done([]) == []
-
-
 def test_an_event_is_used_again_when_its_message_is_gone():
     driver = RecordingDriver()
-    issuer = NativeIssuer(driver, [channel_of("host memory", 0, 1, 1, 64, [[0], [0]])])
+    issuer = Issuer(driver, [channel_of(0, 1, 1, 64, [[0], [0]])])
     before = next(driver.handles)
-    one = torch.tensor([1])
     for _ in range(10):
-        done = issuer.launch(0, COMPUTE, X, OUT, one, one, 8)
-    held = [issuer.launch(0, COMPUTE, X, OUT, one, one, 8) for _ in range(3)]
+        done = one_row(issuer)
+    held = [one_row(issuer) for _ in range(3)]
     assert len({e.handle for e in (*held, done)}) == 4
     assert next(driver.handles) <= before + 6
 
 
-def test_the_largest_count_and_what_does_not_add_up():
-    for make in (PythonIssuer, NativeIssuer):
-        issuer = make(RecordingDriver(), [])
-        send, recv = torch.tensor([3, 0, 4]), torch.tensor([9, 1, 0])
-        assert issuer.largest_count(send, recv, 7, 10) == 9
-        assert issuer.largest_count(recv, send, 10, 7) == 9
-        assert issuer.largest_count(send, recv, 8, 10) == issuer.largest_count(send, recv, 7, 9) == -1
-
-
-def test_who_issues_is_decided_in_one_place(monkeypatch):
-    assert isinstance(issue_native.issuer_for(HostDriver(), []), PythonIssuer)  # nothing that C could call
-    assert isinstance(issue_native.issuer_for(RecordingDriver(), []), NativeIssuer)
-    issue_native._functions.cache_clear()
-    monkeypatch.setattr(c_library, "load", lambda: None)
-    assert isinstance(issue_native.issuer_for(RecordingDriver(), []), PythonIssuer)
-    issue_native._functions.cache_clear()
+def test_counts_that_do_not_add_up_issue_nothing():
+    send, recv, rows = torch.tensor([3, 0, 4]), torch.tensor([9, 1, 0]), torch.empty(10, 8, dtype=torch.uint8)
+    driver = RecordingDriver()
+    issuer = Issuer(driver, [channel_of(0, 3, 2, 64, [[0] * 3] * 2)])
+    for n_send, n_recv in ((8, 10), (7, 9)):
+        assert issuer.launch(0, COMPUTE, rows[:n_send], rows[:n_recv], send, recv, 8) is None and driver.log == []
+    assert issuer.launch(0, COMPUTE, rows[:7], rows[:10], send, recv, 8) is not None
 
 
 # ---- events of the CUDA driver -----------------------------------------------------------------------------
@@ -276,7 +210,7 @@ def test_who_issues_is_decided_in_one_place(monkeypatch):
 
 def driver_with(monkeypatch, device, **calls):
     """CudaDrivers make these calls, and no others; torch's current device is `device`."""
-    names = ("cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoDAsync_v2", "cuMemsetD32Async")
+    names = ("cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2")
     words = ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2", "cuEventQuery")
     monkeypatch.setattr(CudaDriver, "calls", {**dict.fromkeys((*names, *words)), **calls})
     monkeypatch.setattr(CudaDriver, "_device_context", lambda self: 7)

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from freescale.kernels.transports import cuda_driver, launch_record
-from freescale.kernels.transports.channel import Channel
-from freescale.kernels.transports.issue_native import issuer_for
-from freescale.kernels.transports.launch_record import LaunchRecord, RecordedMessage, RecordedWork, StreamWaits
-from freescale.kernels.transports.slot_rings import Lane
+from freescale.kernels.transports.launch_record import LaunchRecord, RecordedWork, StreamWaits
 from freescale.runtime.meter import Meter
 from recording_driver import RecordingDriver
 
@@ -21,35 +18,19 @@ class Group:
         return 3
 
 
-class Transport:
-    """A launch and a wait, and nothing else of a transport."""
-
-    def __init__(self, driver):
-        lanes = [[Lane(peer=0, sends=s, slots=1, piece_bytes=64, data_address=1, wait_address=2, signal_address=3)] for s in (1, 0)]
-        self.issuer = issuer_for(driver, [Channel(0, [11, 12], [21, 22], *lanes, 64)])
-        self.error = ""
-
-    def launch(self):
-        one = torch.tensor([1])
-        return self.issuer.launch(0, COMPUTE, 1 << 40, 2 << 40, one, one, 8)
-
-    def wait(self, done, events=None, earlier=None):
-        if self.error:
-            raise RuntimeError(self.error)
-        return self.issuer.wait(COMPUTE, done, events, earlier)
-
-
 class GroupsOwn:
     """A Work of the group itself."""
 
     def __init__(self, completed):
-        self.completed, self.waited = completed, False
+        self.completed, self.waited, self.error = completed, False, ""
 
     def is_completed(self):
         return self.completed
 
     def wait(self):
         self.waited = True
+        if self.error:
+            raise RuntimeError(self.error)
 
 
 @pytest.fixture
@@ -64,16 +45,16 @@ def driver(monkeypatch):
     launch_record.records.clear()
 
 
-def message_of(transport, waits):
-    work = RecordedMessage(transport, transport.launch(), "urgent rows of item", torch.empty(3, 2), Group())
-    work.stream_waits = waits  # as if the rows were on a GPU
+def work_of(driver, completed=False):
+    """As if the rows were on a GPU."""
+    work = RecordedWork(GroupsOwn(completed), "urgent rows of item", torch.empty(3, 2), Group())
+    work.stream_waits = StreamWaits(torch.device("cuda", 0))
     return work
 
 
 def test_a_stream_that_waited(driver):
     """0.0 until the device has got there; then what its clock says, and the events are free."""
-    transport, waits = Transport(driver), StreamWaits(torch.device("cuda", 0))
-    work = message_of(transport, waits)
+    work = work_of(driver)
     record = work.record
     assert record.bytes == 24 and launch_record.records[-1] is record
     assert work.wait() and not record.arrived_before_wait and work not in launch_record._not_waited_for.values()
@@ -86,26 +67,23 @@ def test_a_stream_that_waited(driver):
 
 
 def test_a_message_that_had_come_waits_for_nothing(driver):
-    transport, waits = Transport(driver), StreamWaits(torch.device("cuda", 0))
-    work = message_of(transport, waits)
-    driver.reached.add(driver.recorded[work.work.handle])
+    work = work_of(driver, completed=True)
     lines = len(driver.log)
-    work.wait()
-    assert [line[0] for line in driver.log[lines:]] == ["query"]
+    assert work.wait() and work.work.waited and driver.log[lines:] == []
     assert work.record.arrived_before_wait and work.record.exposed_seconds() == 0.0 and work.record.events is None
 
 
 def test_later_waits_read_the_events_of_earlier_ones(driver):
     """So the number of events does not grow with the steps that the meter keeps."""
-    transport, waits = Transport(driver), StreamWaits(torch.device("cuda", 0))
-    kept, handles = [], set()
+    waits, kept, handles = StreamWaits(torch.device("cuda", 0)), [], set()
     for step in range(50):
-        work = message_of(transport, waits)
-        driver.milliseconds = 1.0 + step
+        work = work_of(driver)
+        work.stream_waits, driver.milliseconds = waits, 1.0 + step
         work.wait()
         kept.append(work.record)
-        handles |= {event.handle for event in work.record.events[1:]}
-        driver.reached.add(driver.recorded[work.record.events[2].handle])
+        if work.record.events is not None:
+            handles |= {event.handle for event in work.record.events[1:]}
+            driver.reached.add(driver.recorded[work.record.events[2].handle])
     assert all(record.events is None for record in kept[:-2]) and len(handles) <= 8
     assert [record.exposed_seconds() for record in kept[:-2]] == [(2.0 + step) / 1e3 for step in range(48)]
     assert kept[-1].exposed_seconds() == 0.05
@@ -130,9 +108,8 @@ def test_on_the_host_the_clock_of_the_host_counts(driver):
 
 
 def test_a_wait_in_vain(driver):
-    transport = Transport(driver)
-    work = message_of(transport, StreamWaits(torch.device("cuda", 0)))
-    transport.error = "rank 1 is gone"
+    work = work_of(driver)
+    work.work.error = "rank 1 is gone"
     with pytest.raises(RuntimeError, match=r"rank 3 waited for urgent rows of item \(24 bytes\) in vain: .* rank 1 is gone"):
         work.wait()
     assert work.record.wait_ended >= work.record.wait_began > 0

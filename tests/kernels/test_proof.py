@@ -27,7 +27,7 @@ class SwapsTwoBytes(HostDriver):
     copies = 0
 
     def copy_to_device(self, to, data, nbytes, stream):
-        self._copy(to, data, nbytes, stream)
+        super().copy_to_device(to, data, nbytes, stream)
         self.copies += 1
         if nbytes > 16 and self.copies % 5 == 0:
             both = (ctypes.c_uint8 * 2).from_address(to + nbytes // 2)
@@ -62,7 +62,7 @@ def _launch(drivers, name, view=None, c10d_seconds=None):
     send, recv = counts[rank].clone(), counts[:, rank].clone()
     x, out = torch.randn(int(send.sum()), 8), []
     for _ in range(2):
-        launched = getattr(ops, f"all_to_all_launch_{name}")(x, send, recv, int(recv.sum()), 0, "t", dist.group.WORLD.group_name)
+        launched = ops.all_to_all_launch(x, send, recv, int(recv.sum()), 0, "t", dist.group.WORLD.group_name, name)
         out.append(torch.ops._c10d_functional.wait_tensor(launched).clone())
     expected = torch.empty_like(out[0])
     dist.all_to_all_single(expected, x, recv.tolist(), send.tolist())
@@ -83,11 +83,11 @@ def test_one_that_brings_the_right_bytes_is_used(name):
     assert run_ranks(_launch, 3, [HostDriver] * 3, name) == [(True, [name], [])] * 3
 
 
-SHARED_GPU = {"gpu": "the only one"}  # so that `auto` takes staged
+SHARED_GPU = {"gpu": "the only one", "backend": "nccl"}  # c10d cannot serve
 
 
 def test_one_that_swaps_two_bytes_is_replaced_on_every_rank_with_one_warning():
-    found = run_ranks(_launch, 3, [HostDriver, SwapsTwoBytes, HostDriver], "auto", SHARED_GPU)
+    found = run_ranks(_launch, 3, [HostDriver, SwapsTwoBytes, HostDriver], "auto", {})
     assert [(same, used) for same, used, _ in found] == [(True, [])] * 3  # over c10d
     warnings = [text for _, _, said in found for level, text in said if level == "WARNING"]
     assert len(warnings) == 1, found
@@ -121,21 +121,18 @@ def _launch_between_hosts():
 
 @pytest.mark.parametrize("c10d_seconds, taken", (([1e-9, 1e-9], "c10d"), ([1e-9, 100.0], "staged")))
 def test_auto_takes_the_faster_by_its_slowest_rank(c10d_seconds, taken):
-    """Ranks of one host whose GPUs do not reach each other: staged is measured here, c10d is said to take so long."""
+    """Ranks of one host: staged is measured here, c10d is said to take so long."""
     found = run_ranks(_launch, 2, [HostDriver] * 2, "auto", {}, c10d_seconds)
     assert [(same, used) for same, used, _ in found] == [(True, [taken] if taken != "c10d" else [])] * 2
     text = _in_the_log(found)
     assert text.startswith(f"auto: the launches of group 0 go over {taken}: for 0.0"), text
-    assert f" ms, over c10d {max(c10d_seconds) * 1e3:.3g} ms; the GPU of rank 0 does not reach all others" in text
+    assert f" ms, over c10d {max(c10d_seconds) * 1e3:.3g} ms; the ranks are on one host" in text
 
 
-def test_auto_takes_staged_where_peer_does_not_prove_itself():
-    """No GPU here, so `peer` cannot open."""
-    view = {"reaches": frozenset({"gpu 0", "gpu 1"})}
-    found = run_ranks(_launch, 2, [HostDriver] * 2, "auto", view, [100.0, 100.0])
-    assert [(same, used) for same, used, _ in found] == [(True, ["staged"])] * 2
-    warnings = [text for _, _, said in found for level, text in said if level == "WARNING"]
-    assert len(warnings) == 1 and warnings[0].startswith("freescale: launches go over staged instead of peer: "), found
+def test_where_nothing_can_carry_rows_every_rank_says_so():
+    for said in run_ranks(_launch, 2, [SwapsTwoBytes, HostDriver], "auto", SHARED_GPU, expect_errors=True):
+        words = "UnsupportedTransport: freescale: no transport can carry the rows of group 0: rank 0: staged brought 2 of "
+        assert said.startswith(words) and said.endswith("; NCCL needs a GPU for each rank"), said
 
 
 def _part_of_the_world():
@@ -147,7 +144,7 @@ def _part_of_the_world():
     view = rank_view.RankView(dist.get_rank(), "a", "the only one")
     with mock.patch.object(rank_view, "look", lambda group, device: view):
         x, counts = torch.full((4, 8), float(group.rank())), torch.tensor([2, 2])
-        out = ops.all_to_all_launch_auto(x, counts, counts, 4, 0, "t", group.group_name)
+        out = ops.all_to_all_launch(x, counts, counts, 4, 0, "t", group.group_name, "auto")
         got = torch.ops._c10d_functional.wait_tensor(out)[:, 0].tolist()
     used = open_transports.names()
     open_transports.close()
@@ -166,7 +163,7 @@ def test_one_that_was_asked_for_by_name_is_an_error_on_every_rank():
 
 def _stands_still():
     proof.SECONDS = 1.0
-    return _launch([HostDriver, StandsStill], "auto", SHARED_GPU)
+    return _launch([HostDriver, StandsStill], "auto", {})
 
 
 @pytest.mark.thorough
@@ -180,7 +177,7 @@ def _cannot_open():
         def pin(self, address, nbytes):
             raise RuntimeError("freescale: no memory can be pinned")
 
-    return _launch([HostDriver, NoPinnedMemory], "auto", SHARED_GPU)
+    return _launch([HostDriver, NoPinnedMemory], "auto", {})
 
 
 @pytest.mark.thorough

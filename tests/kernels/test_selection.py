@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from freescale.kernels.transports import rank_view, selection
 from freescale.kernels.transports.rank_view import RankView
@@ -12,15 +11,12 @@ from repo import ROOT
 NO_RDMA = "there is no RDMA device"
 
 
-def ranks(*hosts: int, gpus: int = 0, joined: bool = True, first: int = 0, **view) -> list[RankView]:
+def ranks(*hosts: int, gpus: int = 0, first: int = 0, **view) -> list[RankView]:
     """So many ranks on each host, each with a GPU; or with `gpus` on each host for all its ranks."""
     views: list[RankView] = []
     for host, n in enumerate(hosts):
-        names = [f"{host}.{i}" for i in range(n)]
         for i in range(n):
-            own = names[i % gpus if gpus else i]
-            reaches = frozenset(names) - {own} if joined else frozenset()
-            views.append(RankView(first + len(views), f"host {host}", own, reaches, **view))
+            views.append(RankView(first + len(views), f"host {host}", f"{host}.{i % (gpus or n)}", **view))
     return views
 
 
@@ -30,12 +26,11 @@ def one_differs(views: list[RankView], index: int, **changes) -> list[RankView]:
 
 
 CASES = {
-    "one host, all GPUs reach each other": ranks(8),
-    "one host, the GPU of rank 2 does not": one_differs(ranks(4), 2, reaches=frozenset()),
-    "one host, a rank sees its own GPU alone": ranks(4, joined=False),
+    "one host": ranks(8),
     "one host, several ranks on a GPU": ranks(4, gpus=2),
-    "one host, gloo carries the group": ranks(2, joined=False, backend="gloo"),
-    "one host, nothing of the group's own carries rows on a GPU": ranks(2, joined=False, backend=""),
+    "one host, several ranks on a GPU, and NCCL is told so": ranks(4, gpus=2, nccl_shares_gpus=True),
+    "one host, gloo carries the group": ranks(2, backend="gloo"),
+    "one host, nothing of the group's own carries rows on a GPU": ranks(2, backend=""),
     "several hosts, no RDMA": ranks(8, 8, no_rdma=NO_RDMA),
     "several hosts, NIXL and RDMA": ranks(8, 8),
     "several hosts, rank 11 has no NIXL": one_differs(ranks(8, 8), 11, no_rdma="NIXL is not installed"),
@@ -49,8 +44,9 @@ CASES = {
 
 def _row(case: str, views: list[RankView]) -> str:
     found = selection.candidates(views)
-    copies = ", else ".join(f"`{name}`" for name in found.without_sms)
-    taken = f"{copies}; or `c10d`, by measuring" if found.compare else copies or "`c10d`"
+    names = [f"`{name}`" for name in (found.sm_free, "c10d" * found.has_c10d) if name]
+    by_measuring = ", by measuring" if len(names) == 2 else ""
+    taken = " or ".join(names) + by_measuring if names else f"an error: {found.no_c10d}"
     return f"| {case} | {taken} | {found.reason} |"
 
 
@@ -64,13 +60,7 @@ def test_the_table_of_the_docs():
 def test_the_choice_does_not_depend_on_which_rank_asks(case):
     """All ranks have the same list; another order of it changes nothing but the rank that is named."""
     found, reverse = (selection.candidates(views) for views in (CASES[case], CASES[case][::-1]))
-    assert (found.without_sms, found.compare) == (reverse.without_sms, reverse.compare)
-
-
-@pytest.mark.parametrize("reached", ({"0.0"}, {"0.0", "0.3"}))
-def test_a_gpu_that_reaches_some_of_the_others_is_no_peer(reached):
-    found = selection.candidates(one_differs(ranks(4), 2, reaches=frozenset(reached)))
-    assert found.without_sms == ("staged",) and found.reason == "the GPU of rank 2 does not reach all others"
+    assert (found.sm_free, found.no_c10d) == (reverse.sm_free, reverse.no_c10d)
 
 
 @pytest.mark.parametrize("staged, c10d, taken", (
@@ -106,13 +96,3 @@ def test_rdma_is_a_device_with_an_active_port_that_may_be_used(tmp_path, monkeyp
     assert rank_view.no_rdma_reason(str(tmp_path)) == ""
     monkeypatch.setattr(rank_view.nixl, "version", lambda: None)
     assert rank_view.no_rdma_reason(str(tmp_path)) == "NIXL is not installed"
-
-
-def test_what_a_rank_sees_of_gpus(monkeypatch):
-    islands = {0: 0, 1: 0, 2: 0, 3: 1}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(islands))
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: islands[a] == islands[b])
-    rank_view.peer_accessible_gpus.cache_clear()
-    assert rank_view.peer_accessible_gpus() == 3
-    rank_view.peer_accessible_gpus.cache_clear()
-    assert [rank_view._reachable_from(i) for i in (1, 3)] == [[0, 2], []]

@@ -1,7 +1,7 @@
 """The transports: pieces and rings by themselves, then whole all-to-alls against dist.all_to_all_single.
 
-Everything that needs no GPU runs on a device made of threads (host_device.py), with real ranks, real shared memory
-and real gloo. The same functions run on CUDA where there is one.
+Everything that needs no GPU runs on a device made of threads (host_device.py), with real ranks and real shared memory.
+The same functions run on CUDA where there is one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from freescale.kernels.transports import nixl, peer, peer_watch, slot_rings, staged
+from freescale.kernels.transports import nixl, peer_watch, slot_rings, staged
 from freescale.kernels.transports.device_resources import STREAMS_PER_DIRECTION as STREAMS
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
-from host_device import HostDriver, NativeHostDriver
+from host_device import HostDriver
 from ranks import run_ranks
 
 wait = torch.ops._c10d_functional.wait_tensor.default
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-KINDS = ("memory", "gloo")
-HOST_KINDS = (*KINDS, "memory in C", "gloo in C")  # who issues the messages; on CUDA always C
-OVERLAP = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 # ---- pieces and rings --------------------------------------------------------------------------------------
 
@@ -52,28 +49,6 @@ def test_every_byte_is_in_one_piece(counts, piece):
                 if way == sends:
                     covered[offset : offset + size] += 1
             assert (covered == 1).all()
-
-
-@settings(max_examples=100, deadline=None)
-@given(worlds, st.integers(1, 16))
-def test_both_ends_of_a_pair_cut_alike(counts, piece):
-    world = len(counts)
-    sent, received = {}, {}
-    for rank, send in enumerate(counts):
-        recv = [row[rank] for row in counts]
-        out = slot_rings.pack_fragments([(rank + d) % world for d in range(1, world)], send, piece)
-        arriving = slot_rings.pack_fragments([(rank - d) % world for d in range(1, world)], recv, piece)
-        for pieces in (out, arriving):
-            for p in pieces:
-                low, high = min(f.offset for f in p), max(f.offset + f.nbytes for f in p)
-                assert high - low == sum(f.nbytes for f in p) <= piece
-        for fragment in (f for p in out for f in p):
-            sent.setdefault((rank, fragment.peer), []).append(fragment.nbytes)
-        for fragment in (f for p in arriving for f in p):
-            received.setdefault((fragment.peer, rank), []).append(fragment.nbytes)
-    assert sent == received
-    for (source, to), sizes in sent.items():
-        assert sum(sizes) == counts[source][to]
 
 
 def simulate(messages, slots, piece, one_queue, choose):
@@ -161,15 +136,8 @@ def opened(kind, device, **sizes):
         torch.cuda.set_device(0)
         driver = None
     else:
-        kind, _, in_c = kind.partition(" in ")
-        driver = (NativeHostDriver if in_c else HostDriver)(seed=dist.get_rank(), delay=0.002)
-    if kind.startswith("peer"):
-        del sizes["ring_bytes"]
-        how = kind.removeprefix("peer-")
-        return peer.open_transport(dist.group.WORLD, window_bytes=sizes.pop("piece_bytes"), flag=how, **sizes)
-    if kind == "nixl":
-        return nixl.open_transport(dist.group.WORLD, driver=driver, **sizes)
-    return staged.open_transport(dist.group.WORLD, network=kind, driver=driver, **sizes)
+        driver = HostDriver(seed=dist.get_rank(), delay=0.002)
+    return {"staged": staged, "nixl": nixl}[kind].open_transport(dist.group.WORLD, driver=driver, **sizes)
 
 
 def some_counts(draw, most):
@@ -214,11 +182,10 @@ def many(kind, device, messages, most, in_flight, sizes):
     return transport.launched
 
 
-@pytest.mark.parametrize("kind", HOST_KINDS)
 @pytest.mark.parametrize("world", (1, 2, 3))
-def test_all_to_all_on_a_device_of_threads(kind, world):
+def test_all_to_all_on_a_device_of_threads(world):
     sizes = {"ring_bytes": 1 << 20, "piece_bytes": 8192}
-    assert run_ranks(many, world, kind, "cpu", 12, 900, 4, sizes) == [12] * world
+    assert run_ranks(many, world, "staged", "cpu", 12, 900, 4, sizes) == [12] * world
 
 
 def smaller_than_a_message(kind, device):
@@ -235,9 +202,8 @@ def smaller_than_a_message(kind, device):
     return True
 
 
-@pytest.mark.parametrize("kind", HOST_KINDS)
-def test_a_message_larger_than_the_ring(kind):
-    assert run_ranks(smaller_than_a_message, 2, kind, "cpu") == [True, True]
+def test_a_message_larger_than_the_ring():
+    assert run_ranks(smaller_than_a_message, 2, "staged", "cpu") == [True, True]
 
 
 def urgent_first(kind):
@@ -262,20 +228,17 @@ def urgent_first(kind):
     return behind
 
 
-@pytest.mark.parametrize("kind", HOST_KINDS)
-def test_urgent_passes_early(kind):
-    assert run_ranks(urgent_first, 2, kind) == [True, True]
+def test_urgent_passes_early():
+    assert run_ranks(urgent_first, 2, "staged") == [True, True]
 
 
 def refused():
-    transport = opened("memory", "cpu")
+    transport = opened("staged", "cpu")
     x = torch.zeros(3, 2)
     with pytest.raises(ValueError, match="expected 4 rows to send and 2 to receive, found 3 and 2"):
         transport.launch(x, torch.tensor([2, 2]), torch.tensor([1, 1]), 2, 0)
     with pytest.raises(ValueError, match="expected counts for 2 ranks, found 1 and 2"):
         transport.launch(x, torch.tensor([3]), torch.tensor([1, 1]), 2, 0)
-    with pytest.raises(ValueError, match="network is one of auto, memory, gloo, found 'tcp'"):
-        staged.open_transport(dist.group.WORLD, network="tcp", driver=HostDriver())
     transport.close()
     return True
 
@@ -302,7 +265,7 @@ def given_back(kind):
     dropped = opened(kind, "cpu")
     driver = dropped.driver
     assert driver.pins
-    if kind.startswith("memory"):
+    if kind == "staged":
         assert _shared_segments() == 2
     del transport, dropped
     for _ in range(100):  # a watching thread may hold it for a moment
@@ -313,9 +276,8 @@ def given_back(kind):
     raise AssertionError("pinned memory was not given back")
 
 
-@pytest.mark.parametrize("kind", HOST_KINDS)
-def test_memory_and_streams_are_given_back(kind):
-    assert run_ranks(given_back, 2, kind) == [0, 0]
+def test_memory_and_streams_are_given_back():
+    assert run_ranks(given_back, 2, "staged") == [0, 0]
 
 
 def dies(kind, device, seconds):
@@ -346,22 +308,21 @@ def dies(kind, device, seconds):
 
 
 def check_death(kind, device, seconds, limit):
-    for rank, said in enumerate(run_ranks(dies, 3, kind, device, seconds, env=OVERLAP, expect_errors=True)):
+    for rank, said in enumerate(run_ranks(dies, 3, kind, device, seconds, expect_errors=True)):
         if rank != 1:
             assert "freescale: " in said and "rank 1 is gone" in said and "rank 2 " not in said.split("cannot")[1], said
             assert float(said.split("took ")[1].split()[0]) < limit, said
 
 
-@pytest.mark.parametrize("kind", (*KINDS, *(pytest.param(k, marks=pytest.mark.thorough) for k in HOST_KINDS[2:])))
-def test_a_rank_that_dies_is_named(kind):
-    check_death(kind, "cpu", 8, 20)
+def test_a_rank_that_dies_is_named():
+    check_death("staged", "cpu", 8, 20)
 
 
-def late_rank(kind):
+def late_rank():
     """Rank 1 lives but launches nothing: the time-out names it, and nobody gets to write a checkpoint."""
     from freescale.kernels.transports import open_transports
 
-    transport = opened(kind, "cpu", timeout=1.0)
+    transport = opened("staged", "cpu", timeout=1.0)
     open_transports._open["staged", "the group"] = dist.group.WORLD, transport
     table = ShardedEmbedding(8, 4)
     assert set(table.state_dict()) == {"weight", "momentum"}
@@ -377,64 +338,18 @@ def late_rank(kind):
     return True
 
 
-@pytest.mark.parametrize(
-    "kind, world", (("memory", 3), ("gloo", 2), pytest.param("memory in C", 2, marks=pytest.mark.thorough))
-)
-def test_a_late_rank_is_named_after_the_time_out(kind, world):
-    for rank, said in enumerate(run_ranks(late_rank, world, kind, expect_errors=True)):
+def test_a_late_rank_is_named_after_the_time_out():
+    for rank, said in enumerate(run_ranks(late_rank, 3, expect_errors=True)):
         if rank != 1:
             assert f"freescale: staged: rank {rank} cannot" in said and ": rank 1 is " in said, said
-
-
-def nobody_receives():
-    """Rank 0's rows have left its device, and rank 1 does not take them."""
-    transport = opened("gloo", "cpu", timeout=1.0)
-    if dist.get_rank() == 1:
-        time.sleep(3)
-        raise RuntimeError("rank 1 was only late")
-    none, rows = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 400])
-    wait(transport.launch(torch.ones(400, 16), rows, none, 0, 1))
-    transport.drain()
-
-
-def test_rows_that_nobody_receives_are_still_in_flight():
-    said, _ = run_ranks(nobody_receives, 2, expect_errors=True)
-    assert "freescale: staged: rank 0 cannot finish sending: rank 1 is silent for 1.0 s" in said, said
 
 
 # ---- threads that meet something unexpected ----------------------------------------------------------------
 
 
-def relay_thread_dies():
-    """A sending thread of rank 1 raises something that is not a RuntimeError: no stream waits for it for ever."""
-    transport = opened("gloo", "cpu", timeout=200.0)
-    if dist.get_rank() == 1:
-
-        def post(number, piece):
-            time.sleep(0.3)  # until then this rank has received all that it waits for
-            raise MemoryError("no room for a piece")
-
-        transport._threads[2]._post = post  # of priority 1, outwards
-    counts = torch.full((2,), 400)
-    out = transport.launch(torch.ones(800, 16), counts, counts, 800, 1)
-    try:
-        wait(out)
-        transport.drain()
-    finally:
-        transport.close()
-    return True
-
-
-def test_a_relay_thread_that_dies_of_anything_is_an_error():
-    """On its own rank it says of what; the other one sees that rank go."""
-    other, own = run_ranks(relay_thread_dies, 2, timeout=60, expect_errors=True)
-    assert "freescale: staged: rank 1 cannot go on: MemoryError: no room for a piece" in own
-    assert "freescale: staged: rank 0 cannot" in other and "rank 1 is " in other
-
-
 def list_empties():
     """Between two looks at the list of messages, another thread finds that the last one has finished."""
-    transport = opened("memory", "cpu")
+    transport = opened("staged", "cpu")
     out, expected = one(transport, [[5]], 0, "cpu")
     in_flight = transport.in_flight
     message = in_flight.messages[0]
@@ -445,9 +360,9 @@ def list_empties():
         if threading.current_thread() is not threading.main_thread():
             return oldest(in_flight)  # the watching thread itself
         in_flight.add(message)
-        transport.driver.is_done = lambda mark: False
+        in_flight._is_done = lambda event: False
         found = oldest(in_flight)
-        del transport.driver.is_done
+        in_flight._is_done = transport.driver.is_done
         oldest(in_flight)
         return found
 
@@ -464,7 +379,7 @@ def test_a_look_at_a_message_that_finishes_meanwhile():
 
 def watcher_raises():
     """What a look raises is told by the next use, and what waits is released."""
-    transport = opened("memory", "cpu", timeout=200.0)
+    transport = opened("staged", "cpu", timeout=200.0)
     if dist.get_rank() == 0:
 
         def missing_peers():
@@ -491,7 +406,7 @@ def test_a_watching_thread_that_raises_is_an_error():
 
 def never_done():
     """Nobody fails and nothing finishes: who reads the tables waits as long as the group would, not longer."""
-    transport = opened("memory", "cpu", timeout=0.5)
+    transport = opened("staged", "cpu", timeout=0.5)
     go_on = threading.Event()
     for stream in transport.streams[1][1]:
         transport.driver.queues[stream].put(go_on.wait)
@@ -510,7 +425,6 @@ def test_draining_ends_with_the_time_out():
 
 # ---- the same on CUDA --------------------------------------------------------------------------------------
 
-CUDA_KINDS = (*KINDS, "peer-write", "peer-copy")
 small = {"ring_bytes": 4 << 20, "piece_bytes": 64 << 10}
 
 
@@ -551,63 +465,23 @@ def every_kind(kinds, messages, caching):
     return True
 
 
-def grows():
-    torch.cuda.set_device(0)
-    return [grows_with(flag) for flag in peer.FLAG_MODES]
-
-
-def grows_with(flag):
-    transport = peer.open_transport(dist.group.WORLD, window_bytes=4096, max_bytes=100_000, flag=flag)
-    slabs = []
-    for number in range(3 * peer.AGREE_EVERY):
-        largest = 100 if number < peer.AGREE_EVERY else 5000
-        counts = [[1, 2], [3, largest]]  # rank 0 never sees the large one
-        out, expected = one(transport, counts, number, "cuda")
-        assert torch.equal(wait(out).cpu(), expected)
-        slabs.append(transport.slab_bytes)
-    transport.close()
-    return slabs
-
-
-def refuses_gloo_without_caching():
-    torch.cuda.set_device(0)
-    with pytest.raises(RuntimeError, match="staged over gloo cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING"):
-        opened("gloo", "cuda")
-    return True
-
-
-def both_larger():
-    return all(smaller_than_a_message(kind, "cuda") for kind in KINDS)
-
-
 class TestOnCuda:
     pytestmark = gpu
 
     @pytest.mark.parametrize("world", (1, 2, 4))
     def test_all_to_all_with_delays(self, world):
-        assert all(run_ranks(every_kind, world, CUDA_KINDS, 24, True, env=OVERLAP, timeout=100))
+        assert all(run_ranks(every_kind, world, ("staged",), 24, True, timeout=100))
 
     def test_without_the_caching_allocator(self):
-        env = {**OVERLAP, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        assert all(run_ranks(every_kind, 2, ("memory", "peer-copy"), 0, False, env=env, timeout=100))
+        env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        assert all(run_ranks(every_kind, 2, ("staged",), 0, False, env=env, timeout=100))
 
     def test_one_hardware_queue_for_all_streams(self):
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        assert all(run_ranks(every_kind, 2, ("memory",), 24, True, env=env, timeout=100))
-
-    def test_windows_grow_when_all_ranks_agree(self):
-        first, second = run_ranks(grows, 2, env=OVERLAP, timeout=100)
-        assert first == second
-        for slabs in first:
-            assert slabs[0] == 4096 and 4096 < slabs[peer.AGREE_EVERY] < slabs[-1] <= 102_400
+        assert all(run_ranks(every_kind, 2, ("staged",), 24, True, env=env, timeout=100))
 
     def test_a_message_larger_than_the_ring(self):
-        assert all(run_ranks(both_larger, 2, timeout=100))
+        assert all(run_ranks(smaller_than_a_message, 2, "staged", "cuda", timeout=100))
 
-    @pytest.mark.parametrize("kind", (*KINDS, "peer-copy"))
-    def test_a_rank_that_dies_is_named(self, kind):
-        check_death(kind, "cuda", 8, 20)
-
-    def test_gloo_without_caching_is_refused(self):
-        env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        assert all(run_ranks(refuses_gloo_without_caching, 2, env=env, timeout=100))
+    def test_a_rank_that_dies_is_named(self):
+        check_death("staged", "cuda", 8, 20)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_world import fake_world, golden_text, graphs_of
 from freescale.config import Config
-from freescale.kernels import compression, reference, row_packing
+from freescale.kernels import compression, launch, row_packing
 from freescale.kernels.ops.schemas import PRIORITY_NAMES
 from freescale.passes.compress_exchange import DENSE_BLOCK, compress_exchange, dense_packing
 from freescale.passes.exchange_meta import EXCHANGE_KEY, GraphExchange, exchanges, size_in_bytes
@@ -69,11 +69,11 @@ class Golden(expecttest.TestCase):
 
     def test_largest(self):
         self.assertExpectedInline(self.largest["forward", "compress_exchange"], """\
-all_to_all_rows_launch_default = freescale.all_to_all_rows_launch_packed(primals_6, getitem_4, getitem_5, getitem_3, size, 0, item, 0, largest:8/3:128)  # float32[u0, 8]; urgent rows, chunk, 6*floor(8*u0/3) bytes
+all_to_all_rows_launch_default = freescale.all_to_all_rows_launch(primals_6, getitem_4, getitem_5, getitem_3, size, 0, item, 0, packing=largest:8/3:128)  # float32[u0, 8]; urgent rows, chunk, 6*floor(8*u0/3) bytes
 wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_rows_launch_default)  # float32[u0, 8]""")
         self.assertExpectedInline(self.largest["backward", "compress_exchange"], """\
-all_reduce_launch_default = freescale.all_reduce_launch_packed([view_2, mm_1], out.bias, out.weight, 0, largest:1/15:72)  # float32[72]; dense gradients, dense, 72 bytes
-all_to_all_launch_default = freescale.all_to_all_launch_packed(div_2, getitem_3, getitem_5, size, 0, item, 0, largest:8/3:128)  # float32[u1, 8]; urgent gradients, chunk, 6*floor(8*u1/3) bytes
+all_reduce_launch_default = freescale.all_reduce_launch([view_2, mm_1], out.bias, out.weight, 0, packing=largest:1/15:72)  # float32[72]; dense gradients, dense, 72 bytes
+all_to_all_launch_default = freescale.all_to_all_launch(div_2, getitem_3, getitem_5, size, 0, item, 0, packing=largest:8/3:128)  # float32[u1, 8]; urgent gradients, chunk, 6*floor(8*u1/3) bytes
 wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u1, 8]
 wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_launch_default)  # float32[72]""")
 
@@ -90,10 +90,10 @@ class GoldenOfOthers(expecttest.TestCase):
 
     def test_wire(self):
         self.assertExpectedInline(self.wire["forward", "compress_exchange"], """\
-all_to_all_rows_launch_default = freescale.all_to_all_rows_launch_packed(primals_6, getitem_4, getitem_5, getitem_3, size, 0, item, 0, fp8)  # float32[u0, 8]; urgent rows, chunk, 12*u0 bytes
+all_to_all_rows_launch_default = freescale.all_to_all_rows_launch(primals_6, getitem_4, getitem_5, getitem_3, size, 0, item, 0, packing=fp8)  # float32[u0, 8]; urgent rows, chunk, 12*u0 bytes
 wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_rows_launch_default)  # float32[u0, 8]""")
         self.assertExpectedInline(self.wire["backward", "compress_exchange"], """\
-all_to_all_launch_default = freescale.all_to_all_launch_packed(div_2, getitem_3, getitem_5, size, 0, item, 0, fp8:stochastic)  # float32[u1, 8]; urgent gradients, chunk, 12*u1 bytes
+all_to_all_launch_default = freescale.all_to_all_launch(div_2, getitem_3, getitem_5, size, 0, item, 0, packing=fp8:stochastic)  # float32[u1, 8]; urgent gradients, chunk, 12*u1 bytes
 wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u1, 8]""")
 
     def test_urgent_stays_exact(self):
@@ -121,7 +121,7 @@ def test_urgent_launches_stay_as_they_are_unless_asked_for(which, packed):
     gm = _launches_of_each_priority()
     cfg = Config(passes="all,compress_exchange", compress=f"rows:0.5{which}")
     assert compress_exchange(gm, cfg) == len(packed)
-    assert {x.priority for x in exchanges(gm.graph) if x.launch.target is fs.all_to_all_launch_packed.default} == packed
+    assert {x.priority for x in exchanges(gm.graph) if x.launch.kwargs.get("packing")} == packed
 
 
 @pytest.mark.thorough
@@ -199,27 +199,26 @@ class Simulated:
 
     def __init__(self, packings, which):
         self.packings, self.which, self.on, self.numbers = packings, which, True, {}
-        self.launch = reference._launch
+        self.launch = launch.launch
 
-    def __call__(self, what, x, send_counts, recv_counts, n_recv, priority, table, group_name):
-        if self.on and (self.which == "all" or priority != 0):
+    def __call__(self, what, x, send_counts, recv_counts, n_recv, priority, table, group_name, **how):
+        if self.on and "packing" not in how and (self.which == "all" or priority != 0):
             self.numbers[what, priority] = self.numbers.get((what, priority), 0) + 1
             rank, number = dist.get_rank(), self.numbers[what, priority]
             packed = row_packing.pack(self.packings[what], x, send_counts, send_counts, rank, number)
             x = x.clone()  # what goes to this rank itself stays
             packed.unpack(packed.x, x)
-        return self.launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name)
+        return self.launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name, **how)
 
 
 def _equals_a_simulation(options, which, rows, gradients, loops=(False, True)):
     """`loops`: without look-ahead, with it."""
-    from freescale.kernels import packed_launches
     from freescale.runtime.lookahead import late_gradients
 
     for ahead in loops:
-        packed_launches._launches.clear()
+        launch._launches.clear()
         got = _train({"passes": "all,compress_exchange", "strict": True, **options}, ahead)
-        packed_launches._launches.clear()
+        launch._launches.clear()
         again = _train({"passes": "all,compress_exchange", "strict": True, **options}, ahead)
         simulated = Simulated({"rows": rows, "gradients": gradients}, which)
         apply = late_gradients.apply
@@ -229,7 +228,7 @@ def _equals_a_simulation(options, which, rows, gradients, loops=(False, True)):
             apply(*args)
             simulated.on = True
 
-        with mock.patch.object(reference, "_launch", simulated), mock.patch.object(late_gradients, "apply", apply_exactly):
+        with mock.patch.object(launch, "launch", simulated), mock.patch.object(late_gradients, "apply", apply_exactly):
             expected = _train({"strict": True}, ahead)
         exact = _train({"strict": True}, ahead)
         assert got[0] == again[0] and all(torch.equal(t, again[1][n]) for n, t in got[1].items())

@@ -124,7 +124,7 @@ def _average() -> None:
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
     all_gradients = [torch.randn(40, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     mine = all_gradients[rank]
-    launched = torch.ops.freescale.all_reduce_launch_packed(
+    launched = torch.ops.freescale.all_reduce_launch(
         [mine[:24].view(4, 6), mine[24:]], "a, b", group, "largest:1/5:20"
     )
     expected = torch.zeros(40)

@@ -17,7 +17,6 @@ from freescale.kernels.planning import rank_mesh, row_requests
 from freescale.kernels.planning.batch_plan import (
     ALIGNMENT,
     GRADIENT_ARRAYS,
-    NOBODY,
     NOTHING,
     ROWS_ARRAYS,
     ExchangeCounts,
@@ -285,15 +284,14 @@ def exchange_headers(
     exchanges: int,
     world: int,
     group: dist.ProcessGroup,
-    apart: bool = False,
     tell: Told = NOTHING,
 ) -> row_requests.Headers:
     """One small all-to-all. A rank that has nothing to request, since it will not go on, gives no `own`."""
     sent = np.zeros((world, row_requests.header_width(exchanges)), dtype=np.int64)
     received = np.empty_like(sent)
-    sent[:, 0], sent[:, 1], sent[:, 2:4], sent[:, 5::3] = status, apart, tell, -1
+    sent[:, 0], sent[:, 1:3], sent[:, 4::3] = status, tell, -1
     for i, requests in enumerate(own):
-        of_exchange = sent[:, 4 + 3 * i : 7 + 3 * i]
+        of_exchange = sent[:, 3 + 3 * i : 6 + 3 * i]
         if isinstance(requests, InvalidId):
             of_exchange[:, 1:] = requests
         else:
@@ -345,20 +343,18 @@ class OraclePlan:
         self._own: list[OwnRequests | InvalidId] = []
         self._send_counts: list[torch.Tensor] = []
         self._before: list[Requests] | None = None
-        self.apart = False
         self.told: list[Told] = []
 
     def request(
-        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, apart: bool = False,
-        tell: Told = NOTHING,
-    ) -> row_requests.Headers | None:  # fmt: skip
+        self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, tell: Told = NOTHING
+    ) -> row_requests.Headers | None:
         features = iter(() if ids is None else ids)
         self._ids = [[] if ids is None else [next(features) for _ in t.first_rows] for t in self._tables]
         pairs = () if ids is None else zip(self._ids, self._tables, strict=True)
         self._own = [own_requests(of_exchange, *tables) for of_exchange, tables in pairs]
         tables = len(self._tables), self._world
-        headers = exchange_headers(status, self._own, *tables, self._group, apart, tell)
-        self._send_counts, self.apart, self.told = headers.send_counts, headers.apart, headers.told
+        headers = exchange_headers(status, self._own, *tables, self._group, tell)
+        self._send_counts, self.told = headers.send_counts, headers.told
         return headers if any(headers.statuses) or any(headers.invalid_ids) else None
 
     @property
@@ -386,16 +382,9 @@ class OraclePlan:
                 rows = plan_rows(after, all_urgent(after))
                 if self.whole:
                     gradients = plan_gradients(rows.split)
-            elif self.apart:
-                rows = plan_rows(after, all_urgent(after))
-                gradients = plan_gradients(all_urgent(self._before[i]))
             else:
                 gradients, rows = split_colliding(self._before[i], after, self._group)
             planned.append(writer.write(torch.cat([t.long() for t in self._ids[i]]), after, rows, gradients))
-            if self.apart and self._before is not None:
-                for counts in (planned[-1].row_counts, planned[-1].gradient_counts):
-                    counts.other_recv.fill_(NOBODY)
-                    counts.other_send.fill_(NOBODY)
         self._before = None if self.whole else requests
         return writer.used, lambda: planned
 

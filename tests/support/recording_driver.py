@@ -29,11 +29,8 @@ class RecordingDriver:
             "cuCtxPopCurrent_v2": self._behind_pointer(lambda _: self._say("pop"), _P),
             "cuEventRecord": self._behind_pointer(self._record, _P, _P),
             "cuStreamWaitEvent": self._behind_pointer(lambda s, e, _: self._say("wait", s, self.recorded[e]), _P, _P, _U32),
-            "cuEventQuery": self._behind_pointer(self._query, _P),
-            "cuEventElapsedTime": self._behind_pointer(self._elapsed, _P, _P, _P),
             "cuMemcpyDtoHAsync_v2": self._behind_pointer(lambda *a: self._say("to host", *a), _P, _U64, _SIZE, _P),
             "cuMemcpyHtoDAsync_v2": self._behind_pointer(lambda *a: self._say("to device", *a), _U64, _P, _SIZE, _P),
-            "cuMemcpyDtoDAsync_v2": self._behind_pointer(lambda *a: self._say("between", *a), _U64, _U64, _SIZE, _P),
             "cuStreamWriteValue32_v2": self._behind_pointer(lambda s, a, v, _: self._say("write", a, v, s), _P, _U64, _U32, _U32),
             "cuStreamWaitValue32_v2": self._behind_pointer(lambda s, a, v, _: self._say("word", a, v, s), _P, _U64, _U32, _U32),
         }  # fmt: skip
@@ -97,9 +94,6 @@ class RecordingDriver:
 
     def copy_to_device(self, *line):
         self.raise_on_error("cuMemcpyHtoDAsync", self._say("to device", *line))
-
-    def copy_device_to_device(self, *line):
-        self.raise_on_error("cuMemcpyDtoDAsync", self._say("between", *line))
 
     def write_word(self, address, value, stream):
         self.raise_on_error("cuStreamWriteValue32", self._say("write", address, value & 0xFFFFFFFF, stream))

@@ -130,17 +130,17 @@ def test_inductor_agrees(codegen):
 def _delayed(steps: int):
     """A transport that shows what a launch brought only after a random delay, whatever was launched first."""
     from freescale.compat import distributed
-    from freescale.kernels import reference
+    from freescale.kernels import launch
 
     plain = trainer("none").use("rowwise_adagrad").train(0.5, steps, wrapped=False)
-    honest, rng, pending, most = reference._launch, random.Random(dist.get_rank()), [0], [0]
+    honest, rng, pending, most = launch.launch, random.Random(dist.get_rank()), [0], [0]
 
     class Late(dist.Work):
         def wait(self, timeout=None):
             self.thread.join()
             return True
 
-    def launch(*args):
+    def launch_late(*args):
         arrived = torch.ops._c10d_functional.wait_tensor(honest(*args))
         shown, delay = torch.full_like(arrived, float("nan")), rng.random() * 0.01
         pending[0] += 1
@@ -157,7 +157,7 @@ def _delayed(steps: int):
         distributed.register_work(shown, work)
         return shown
 
-    with mock.patch.object(reference, "_launch", launch):
+    with mock.patch.object(launch, "launch", launch_late):
         got = trainer("all").use("rowwise_adagrad").train(0.5, steps, wrapped=True)
     return same(plain, got), most[0] > 1
 
@@ -194,16 +194,16 @@ def test_stop_anywhere_and_go_on_in_a_fresh_process(checked):
 
 def _bytes_on_the_wire():
     """What the launches of a step send, counted at the launch, against the plan's figures and the design's law."""
-    from freescale.kernels import reference
+    from freescale.kernels import launch
 
     sent: list[tuple[int, int]] = []
-    honest = reference._launch
+    honest = launch.launch
 
     def counting(what, x, send_counts, recv_counts, n_recv, priority, *names):
         sent.append((priority, int(recv_counts.sum()) * x.shape[1] * x.element_size()))
         return honest(what, x, send_counts, recv_counts, n_recv, priority, *names)
 
-    with mock.patch.object(reference, "_launch", counting):
+    with mock.patch.object(launch, "launch", counting):
         ahead = trainer("all").use("sgd").train(0.3, 20, wrapped=True)
     return sent, ahead[2]
 

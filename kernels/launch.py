@@ -1,0 +1,91 @@
+"""The launches in a graph: an all-to-all or an average that starts here, and `_c10d_functional.wait_tensor` waits for.
+
+`transport` names what carries an all-to-all ("auto": the best, chosen at the first launch of a group), `packing` how
+rows travel ("": as they are; compression.py). The graph sees one op in any case: the result has the shape of the rows,
+and what was received packed is unpacked by the wait, on a GPU on the stream that waits. What a rank sends to itself is
+not packed, but copied at the launch. The launch's record has the bytes that come from other ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from freescale.compat import distributed
+from freescale.kernels import packed_average, row_packing
+from freescale.kernels.ops import table_registry
+from freescale.kernels.ops.schemas import implement
+from freescale.kernels.transports import c10d, launch_record, open_transports
+
+_launches: Counter[str] = Counter()  # of each label, in this process
+
+
+def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, *how, **more):
+    # The send buffer is the op's own: the Work holds it until it is done, also where the wait is in a later graph.
+    packed = table_registry.gather_rows(table, rows)
+    return launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, *how, **more)
+
+
+def all_to_all_launch(x, *how, **more):
+    return launch("gradients", x.contiguous(), *how, **more)
+
+
+def launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name, transport="c10d", packing=""):
+    group = distributed.group_by_name(group_name)
+    label = launch_record.launch_label(what, priority, table)
+    with launch_record.profiler_range("launch", label):
+        if not packing:
+            out, work = _start(transport, group, x, send_counts, recv_counts, n_recv, priority)
+            return launch_record.register_launch(work, label, out, group)
+        _launches[label] += 1
+        packed = row_packing.pack(packing, x, send_counts, recv_counts, group.rank(), _launches[label])
+        out = x.new_empty((n_recv, *x.shape[1:]))
+        # before the start: whatever stream waits for the message waits for this too
+        row_packing.copy_own(x, out, send_counts, recv_counts, group.rank())
+        counts = packed.send_counts, packed.recv_counts, packed.n_recv
+        received, work = _start(transport, group, packed.x, *counts, priority)
+    then = partial(_unpack, packed, received, out)
+    return launch_record.register_launch(work, label, out, group, received.nbytes, then)
+
+
+def _start(transport, group, x, send_counts, recv_counts, n_recv, priority) -> tuple[torch.Tensor, Any]:
+    """What arrives, and its work."""
+    copies = None if transport == "c10d" else open_transports.transport_for(transport, group, x, n_recv)
+    if copies is not None:
+        return copies.start(x, send_counts, recv_counts, n_recv, priority)
+    out = x.new_empty((n_recv, *x.shape[1:]))
+    return out, c10d.start_all_to_all(out, x, recv_counts.tolist(), send_counts.tolist(), group)
+
+
+def _unpack(packed: row_packing.Packed, received: torch.Tensor, out: torch.Tensor) -> None:
+    if received.is_cuda:
+        received.record_stream(torch.cuda.current_stream(received.device))  # it may not be the one of the launch
+    with torch.no_grad():
+        packed.unpack(received, out)
+
+
+def all_reduce_launch(gradients, parameters, group_name, packing=""):
+    """Each rank's part is divided before the parts are added, as DistributedDataParallel does it: the same numbers."""
+    group = distributed.group_by_name(group_name)
+    with launch_record.profiler_range("launch", launch_record.DENSE):
+        if packing:
+            out, work, size, then = packed_average.start(gradients, parameters, group, packing)
+            return launch_record.register_launch(work, launch_record.DENSE, out, group, size, then)
+        out = torch.cat([g.reshape(-1) for g in gradients]).mul_(1.0 / group.size())
+        work = dist.all_reduce(out, group=group, async_op=True)
+    return launch_record.register_launch(
+        work, launch_record.DENSE, out, group, all_reduce_bytes(out.nbytes, group.size())
+    )
+
+
+def all_reduce_bytes(size: int, world: int) -> int:
+    """Received by each rank: its part from all others, then the other parts."""
+    return 2 * size * (world - 1) // world
+
+
+for _fn in (all_to_all_rows_launch, all_to_all_launch, all_reduce_launch):
+    implement(_fn.__name__, _fn)

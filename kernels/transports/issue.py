@@ -1,0 +1,125 @@
+"""A message put on streams in one call of C (native/transfers.c).
+
+    x can be read, out can be written    event `ready` on the compute stream; each stream waits for it when first used
+    for each piece, in order             wait for the word, copy, signal
+    the streams come together            in that of the last receive (else the last send), and there: event `done`
+
+So a wait, and the question whether a message has finished, need one event. Nothing that is sent waits for a receive,
+and no other priority is touched. A launch costs Python the same for any number of peers and pieces, and the GIL is
+released once. tests/support/issue_python.py defines the order of the calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from freescale.kernels.native import c_library
+from freescale.kernels.transports.slot_rings import Lane
+
+# In the order of `struct driver_calls`: what the driver calls each.
+DRIVER_CALLS = (
+    "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuStreamWaitEvent",
+    "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2",
+)  # fmt: skip
+MAX_STREAMS = 8
+_P, _I64 = ctypes.c_void_p, ctypes.c_int64
+_COUNTS_DIFFER = -1  # what C returns where counts do not add up to the rows
+
+
+@dataclass
+class Channel:
+    """One priority of a transport: the streams and lanes that its messages take."""
+
+    rank: int
+    outwards: list[int]  # streams, taken in turn
+    inwards: list[int]
+    lanes_out: list[Lane]  # by peer
+    lanes_in: list[Lane]
+    piece_bytes: int
+
+    @property
+    def streams(self) -> list[int]:
+        return [*self.outwards, *self.inwards]
+
+
+class _Channel(ctypes.Structure):
+    """`struct channel`"""
+
+    _fields_ = [
+        ("calls", _P),
+        ("context", _P),
+        *((name, _I64) for name in ("rank", "world", "piece_bytes")),
+        *((name, _P) for name in ("lanes_out", "lanes_in", "starts")),
+        ("ways", _I64),
+        ("streams", _P * MAX_STREAMS),
+        ("ready", _P),
+        ("finished", _P * MAX_STREAMS),
+    ]
+
+
+@cache
+def _launch_function() -> Any:
+    launch = c_library.require().freescale_launch
+    launch.argtypes, launch.restype = (_P, _P, _P, _P, _P, _P, _P, _I64, _I64, _I64), _I64
+    return launch
+
+
+class Issuer:
+    """Issues the messages of one transport, which has a channel for each priority level."""
+
+    def __init__(self, driver: Any, channels: Sequence[Channel]) -> None:
+        self._driver, self._launch = driver, _launch_function()
+        addresses = [ctypes.cast(driver.calls[name], _P).value for name in DRIVER_CALLS]
+        table = (_P * len(addresses))(*addresses)
+        self._calls = ctypes.addressof(table)
+        self._kept: list[Any] = [table, channels]  # what the C structures point to
+        self._channels = [self._native_channel(channel) for channel in channels]
+        self._channel_addresses = [ctypes.addressof(channel) for channel in self._channels]
+
+    def _native_channel(self, channel: Channel) -> _Channel:
+        streams = channel.streams
+        assert len(channel.outwards) == len(channel.inwards) and len(streams) <= MAX_STREAMS
+        events = [self._driver.new_event() for _ in range(1 + len(streams))]
+        world = len(channel.lanes_out)
+        lanes = [(_P * world)(*map(ctypes.addressof, way)) for way in (channel.lanes_out, channel.lanes_in)]
+        starts = (_I64 * (2 * world))()
+        self._kept += [events, lanes, starts]
+        return _Channel(
+            calls=self._calls,
+            context=self._driver.context,
+            rank=channel.rank,
+            world=world,
+            piece_bytes=channel.piece_bytes,
+            lanes_out=ctypes.addressof(lanes[0]),
+            lanes_in=ctypes.addressof(lanes[1]),
+            starts=ctypes.addressof(starts),
+            ways=len(channel.outwards),
+            streams=(_P * MAX_STREAMS)(*streams),
+            ready=events[0].handle,
+            finished=(_P * MAX_STREAMS)(*(event.handle for event in events[1:])),
+        )
+
+    def launch(
+        self, level: int, stream: int, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor,
+        recv_counts: torch.Tensor, row_bytes: int,
+    ) -> Any:  # fmt: skip
+        """Send the rows of `x` to their receivers and receive into `out`, after what `stream` has been given so far.
+
+        Returns the event after the last copy; None, and issues nothing, if the counts do not add up to the rows.
+        """
+        done = self._driver.new_event()
+        status = self._launch(
+            self._channel_addresses[level], stream, done.handle, x.data_ptr(), out.data_ptr(), send_counts.data_ptr(),
+            recv_counts.data_ptr(), row_bytes, x.shape[0], out.shape[0],
+        )  # fmt: skip
+        if status == _COUNTS_DIFFER:
+            return None
+        if status:
+            self._driver.raise_on_error(DRIVER_CALLS[(status >> 32) - 1], status & 0xFFFFFFFF)
+        return done

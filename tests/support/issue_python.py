@@ -1,0 +1,51 @@
+"""A message put on streams, call by call: what native/transfers.c does in one call, for any driver."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+from freescale.kernels.transports import slot_rings
+
+
+class PythonIssuer:
+    """What issue.Issuer does, where the counts add up."""
+
+    def __init__(self, driver, channels):
+        self._driver, self._channels = driver, channels
+
+    def launch(self, level, stream, x, out, send_counts, recv_counts, row_bytes):
+        driver, channel = self._driver, self._channels[level]
+        send, recv = ([n * row_bytes for n in counts.tolist()] for counts in (send_counts, recv_counts))
+        next_out, next_in = cycle(channel.outwards), cycle(channel.inwards)
+        ready = driver.record_event(stream)
+        used = {}
+        last_in = last_out = None
+        for sends, peer, offset, nbytes in slot_rings.transfers_in_order(channel.rank, send, recv, channel.piece_bytes):
+            lane = (channel.lanes_out if sends else channel.lanes_in)[peer]
+            at = next(next_out if sends else next_in)
+            if at not in used:
+                driver.wait_for_event(at, ready)
+                used[at] = None
+            self._move(lane, (x if sends else out).data_ptr() + offset, nbytes, at)
+            if sends:
+                last_out = at
+            else:
+                last_in = at
+        last = last_in if last_in is not None else last_out
+        for at in channel.streams:
+            if at in used and at != last:
+                driver.wait_for_event(last, driver.record_event(at))
+        return driver.record_event(last if last is not None else stream)
+
+    def _move(self, lane, data, nbytes, stream):
+        driver, piece = self._driver, lane.next_piece
+        slot, awaited_round = lane.slot(piece), lane.awaited_round(piece)
+        if awaited_round and (lane.wait_words is None or not lane.may_move(piece, lane.wait_words)):
+            driver.wait_for_word(lane.wait_address + slot * lane.word_stride, awaited_round, stream)
+        place = lane.data_address + slot * lane.piece_bytes
+        if lane.sends:
+            driver.copy_to_host(place, data, nbytes, stream)
+        else:
+            driver.copy_to_device(data, place, nbytes, stream)
+        driver.write_word(lane.signal_address + slot * lane.word_stride, piece // lane.slots + 1, stream)
+        lane.next_piece += 1
