@@ -24,7 +24,7 @@ Names = dict[str, str]
 TORCH: Names = {
     "torch:_C": "_AutoDispatchBelowAutograd _ForceDispatchKeyGuard _dispatch_get_all_op_names "
     "_dispatch_has_kernel_for_dispatch_key _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set "
-    "_from_dlpack _len_torch_dispatch_stack _to_dlpack",
+    "_len_torch_dispatch_stack",
     "torch:_C.DispatchKey": "ADInplaceOrView AutogradFunctionality",
     "torch:_C._distributed_c10d": "_register_work",
     "torch:_C._dynamo.eval_frame": "get_eval_frame_callback reset_code",
@@ -66,7 +66,6 @@ TORCH: Names = {
     "torch.distributed:PrefixStore": "underlying_store",
     "torch.distributed:ProcessGroup": "_allgather_base _device_types _get_backend alltoall_base recv",
     "torch.distributed:TCPStore": "host",
-    "torch.distributed._symmetric_memory": "empty rendezvous",
     "torch.distributed.distributed_c10d": "_get_default_store _resolve_process_group",
     "torch.fx.experimental._config": " ".join(("patch", *dynamo_settings.shape_settings(True))),
     "torch.fx.experimental.proxy_tensor:_extract_tensor_metadata": "include_contiguity",

@@ -1,31 +1,16 @@
 """The C code of this package: one library, built when freescale is installed (setup.py) and called through ctypes.
 
 What is in C would otherwise hold the GIL while the training thread needs it; ctypes releases the GIL for as long as a
-call lasts. Planning needs the library. Everything else in it has a definition in Python that gives the same bits and
-takes over without it.
+call lasts.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
-from functools import cache
 from pathlib import Path
 
-log = logging.getLogger(__name__)
-
 _FOLDER = Path(__file__).parent
-
-
-@cache
-def load() -> ctypes.CDLL | None:
-    """None, with a warning, without the library."""
-    try:
-        return _load()
-    except OSError as error:
-        log.warning("freescale: %s. Python does the same more slowly, and holds the GIL", error)
-        return None
 
 
 def require() -> ctypes.CDLL:

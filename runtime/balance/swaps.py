@@ -4,8 +4,6 @@ Costs are integers here, and nothing depends on a clock: every rank that starts 
 partition. Only the time that it takes varies from machine to machine. Where the first partition comes from is in
 assignment.py, what a user sees in solver.py.
 
-What is written here is the definition. Where there is no memory cap, C code does the same (native_swaps.py).
-
 In one round the heaviest rank is paired with the lightest one, the second heaviest with the second lightest and so on,
 and every such pair swaps the two samples that bring it closest to where it should be. All pairs of a round are searched
 at once.
@@ -17,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from freescale.runtime.balance import native_swaps
 from freescale.runtime.balance.integer_problem import IntArray, Problem
 from freescale.runtime.balance.partition import EMPTY, Partition
 
@@ -70,9 +67,6 @@ def improve(partition: Partition, target: int, slack: int, budget: OperationBudg
     The largest load never grows. Where a pair can be brought to its place within `slack` in several ways, the one
     that moves the fewest bytes is taken. A memory cap that holds is kept.
     """
-    if partition.memory is None and native_swaps.library() is not None:
-        done, budget.left = native_swaps.improve(partition, target, slack, budget.left)
-        return done
     round_, stale, largest = 0, 0, int(partition.loads.max(initial=0))
     width = partition.keys.shape[1]
     if largest > target + slack and budget.spend(len(partition.loads) * _BULK_SWAPS + 5000):

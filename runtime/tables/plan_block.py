@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from freescale.kernels.native.memory_parts import Part, split_arrays, split_memory
 from freescale.kernels.planning import native_plan
 from freescale.kernels.planning.batch_plan import ALIGNMENT, Copy, Extents, Planned, PlannedExchange, Room
 from freescale.kernels.transports import cuda_driver
@@ -124,20 +124,25 @@ class PlanBlock:
         if self._memory is None:  # it is on the CPU, without tensors of the batch
             self._memory = torch.from_numpy(self._array)
         first = self._first - self._small_end
-        return split_arrays(self._memory, extents.numbers, extents.begin, extents.end, first)
+        return [detached(self._memory, first + extent.offset, extent.size) for extent in extents]
 
     def unpack(self, batch: Any) -> Any:
         """The batch with its tensors on the device."""
         if not self._tensors:
             return batch
         assert self._small is not None and self._memory is not None
-        n, pairs = self._n_small, list(zip(self._places, self._tensors, strict=True))
-        small = [Part(_ELEMENT * place, t.numel(), t.dtype) for place, t in pairs[:n]]
-        large = [Part(_ELEMENT * (place - self._small_end), t.numel(), t.dtype) for place, t in pairs[n:]]
-        flat = *split_memory(self._small, small), *split_memory(self._memory, large)
-        shaped = (x if t.dim() == 1 else x.view(t.shape) for x, t in zip(flat, self._tensors, strict=True))
-        by_leaf = dict(zip(self._order, shaped, strict=True))
+        small, large = self._small.view(torch.uint8), self._memory.view(torch.uint8)
+        by_leaf = {}
+        for i, (leaf, place, t) in enumerate(zip(self._order, self._places, self._tensors, strict=True)):
+            memory, place = (small, place) if i < self._n_small else (large, place - self._small_end)
+            by_leaf[leaf] = detached(memory, _ELEMENT * place, t.nbytes).view(t.dtype).view(t.shape)
         return _replace_packable(batch, map(by_leaf.__getitem__, range(len(by_leaf))))
+
+
+def detached(memory: torch.Tensor, first: int, size: int) -> torch.Tensor:
+    """A part of the memory as a tensor that is no view, so that a write to another part does not count as one to this.
+    It keeps the memory alive."""
+    return from_dlpack(to_dlpack(memory[first : first + size]))
 
 
 def packable_tensors(leaves: Sequence[Any], device: torch.device) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import subprocess
@@ -22,18 +21,16 @@ BUILD_IT = "install freescale with pip, in a checkout with `pip install -e .`"
 def folder(monkeypatch, tmp_path):
     """An empty one in which the library is looked for."""
     monkeypatch.setattr(c_library, "_FOLDER", tmp_path)
-    c_library.load.cache_clear()
-    yield tmp_path
-    c_library.load.cache_clear()
+    return tmp_path
 
 
 def test_it_comes_from_the_package_alone():
     assert c_library.problem() is None
-    assert Path(c_library.load()._name).parent == FOLDER
+    assert Path(c_library.require()._name).parent == FOLDER
 
 
 @pytest.mark.parametrize("case", ("missing", "of other sources", "broken"))
-def test_without_it_a_warning_says_what_to_do(folder, case, caplog):
+def test_without_it_an_error_says_what_to_do(folder, case):
     expected, library = f"its C library is not in {folder}: {BUILD_IT}", folder / "_native.abi3.so"
     if case == "of other sources":
         (built,) = FOLDER.glob("_native*.so")
@@ -47,11 +44,9 @@ def test_without_it_a_warning_says_what_to_do(folder, case, caplog):
     if case == "broken":
         library.write_bytes(b"no ELF file")
         expected = f"its C library does not load ({library}: file too short): {BUILD_IT}"
-    with caplog.at_level(logging.WARNING, "freescale"):
-        assert c_library.load() is None and c_library.load() is None
-    words = f"freescale: {expected}. Python does the same more slowly, and holds the GIL"
-    assert [r.getMessage() for r in caplog.records] == [words]
-    assert c_library.problem() == expected
+    with pytest.raises(RuntimeError) as error:
+        c_library.require()
+    assert str(error.value) == f"freescale: this rank cannot plan batches: {expected}" and c_library.problem() == expected
 
 
 def test_a_machine_without_a_compiler_gets_a_sentence(tmp_path):

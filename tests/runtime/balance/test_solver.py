@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.runtime.balance import assignment, integer_problem, native_swaps, partition, solver, swaps
+from freescale.runtime.balance import assignment, integer_problem, partition, solver, swaps
 from freescale.runtime.balance.solver import METHODS, BalanceError, BalanceResult, balance
 
 EQUAL = ("default", "zigzag", "lpt", "kk")  # methods that move samples and keep counts equal
@@ -439,32 +438,3 @@ def test_swaps_keep_the_books_and_never_raise_the_largest_load(ranks, batch, see
         assert (np.diff(split.keys, axis=1) >= 0).all()
         if capped:
             assert (np.bincount(now, memory, minlength=ranks) == split.memory).all() and split.memory.max() <= cap
-
-
-@given(
-    st.integers(2, 200), st.integers(1, 40), st.integers(0, 10**6), st.booleans(), st.sampled_from([0.0, 2e-4, 0.01, 0.2]),
-    st.sampled_from([3_000, 60_000, 10**7])
-)  # fmt: skip
-@settings(max_examples=150, deadline=None)
-@example(2, 16, 0, False, 2e-4, 10**7)
-@example(512, 32, 1, False, 2e-4, 10**7)
-def test_swaps_in_c_are_those_in_python(ranks, batch, seed, uneven, slack, operations):
-    """The partition, what is left of the budget, and whether it was enough."""
-    assert native_swaps.library() is not None
-    random = np.random.default_rng(seed)
-    samples = ranks * batch
-    rank = random.integers(0, ranks, samples) if uneven else np.repeat(np.arange(ranks), batch)
-    costs = np.ceil(random.lognormal(4, random.choice([0.1, 1.0, 2.0]), samples)).astype(np.int64)
-    costs <<= int(random.integers(0, 20))
-    costs[rank == ranks // 2] *= int(random.choice([1, 1, 30]))
-    bits = integer_problem.bits_for_index(samples, ranks)
-    home, sizes = random.permutation(rank), random.integers(0, 1000, samples)
-    p = integer_problem.Problem(costs, np.bincount(rank, minlength=ranks), home, sizes, None, 0, bits)
-    target = p.load_lower_bound()
-    found = []
-    for library in (native_swaps.library(), None):
-        split, budget = partition.Partition(p, rank), swaps.OperationBudget(operations)
-        with mock.patch.object(native_swaps, "library", return_value=library):
-            done = swaps.improve(split, target, int(target * slack), budget)
-        found.append((done, budget.left, split.keys.tolist(), split.loads.tolist()))
-    assert found[0] == found[1]
