@@ -130,7 +130,7 @@ class World:
 
 def without_synchronization() -> Any:
     """Every rank takes it for granted that the others start the same step. Not safe, and not an option of freescale."""
-    from freescale.runtime.lookahead.rank_status import Action, RankStatus, RankSync
+    from freescale.runtime.lookahead.rendezvous import Action, RankStatus, RankSync
 
     gather = RankSync._gather
 

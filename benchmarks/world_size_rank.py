@@ -72,8 +72,8 @@ def batches(ids: int) -> list[dict[str, torch.Tensor]]:
 def train(model: Model, ids: int) -> Spent:
     import freescale
     from freescale.runtime import agreement
-    from freescale.runtime.lookahead.batch_planning import BatchPlanning
-    from freescale.runtime.lookahead.rank_status import RankSync
+    from freescale.runtime.lookahead.planning import BatchPlanning
+    from freescale.runtime.lookahead.rendezvous import RankSync
 
     data, spent = batches(ids), Spent()
     dist.barrier()

@@ -11,7 +11,9 @@ from typing import Any
 
 from freescale.compat import compiled_modules, dynamo, torchrec
 from freescale.config import Config, load
+from freescale.runtime import batch_structure
 from freescale.runtime.tables import fbgemm_table
+from freescale.runtime.tables.table_exchange import Exchange
 
 log = logging.getLogger(__name__)
 
@@ -118,3 +120,36 @@ def _unsupported_storage(lookup: Any, names: str) -> str | None:
         if (reason := fbgemm_table.unsupported_reason(emb)) is not None:
             return f"tables {names}: {reason}"
     return None
+
+
+def require_plannable(number: int, batch: Any, features: list[str], exchanges: list[Exchange]) -> None:
+    """Raise for a batch whose lookups TorchRec's own code runs, which cannot be planned."""
+    kjts = list(filter(batch_structure.is_kjt, batch_structure.id_holders(batch, features)))
+    tables = ((x.table, x.features) for x in exchanges if kjts)
+    sequences = {f for t, fs in tables if isinstance(t, fbgemm_table.FbgemmTable) and not t.pooled for f in fs}
+    for kjt in kjts:
+        names, weights = ", ".join(map(repr, kjt.keys())), kjt.weights_or_none()
+        n_weights, n_ids = (0 if t is None else t.shape[0] for t in (weights, kjt.values()))
+        if weights is not None and n_weights != n_ids:
+            raise ValueError(f"freescale: batch {number}: {n_weights} weights for {n_ids} ids of the features {names}")
+        if kjt.variable_stride_per_key():
+            problem = _describe_strides(dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True)))
+        elif weights is not None and any(key in sequences for key in kjt.keys()):
+            problem = f"the features {names} are weighted. Omit the weights"
+        elif weights is not None and not weights.is_floating_point():
+            problem = f"the weights of the features {names} are {weights.dtype}. Make them floating-point numbers"
+        else:
+            continue
+        raise ValueError(
+            f"freescale: batch {number}: {problem}, or iterate the loader directly: TorchRec's own code supports "
+            "such batches"
+        )
+
+
+def _describe_strides(samples: dict[str, int]) -> str:
+    most = max(samples, key=lambda key: samples[key])
+    other = next((key for key in samples if samples[key] != samples[most]), most)
+    return (
+        f"the number of samples differs by feature ({most!r} has {samples[most]}, {other!r} has {samples[other]}; "
+        "stride_per_key_per_rank). Give all features the same number"
+    )

@@ -108,7 +108,7 @@ def test_the_graph_is_read_from_the_sources():
     graph = room_graph()
     assert "freescale.kernels.transports" in graph["freescale.kernels"]
     assert "freescale.passes" in graph["freescale"]
-    assert imported("freescale.runtime.lookahead.batch_planning") >= {"freescale.runtime.batch_structure"}
+    assert imported("freescale.runtime.lookahead.planning") >= {"freescale.runtime.batch_structure"}
 
 
 def test_sub_packages_hold_no_code():

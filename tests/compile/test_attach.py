@@ -244,11 +244,11 @@ def _not_compiled() -> bool:
     step = torch.compile(lambda batch: model(batch) * 2, backend="freescale")
     with pytest.raises(TypeError, match="(?s)found the compiled function <lambda>.*step.compile.*LookaheadLoader.loader, step"):
         freescale.LookaheadLoader([], step)
-    with pytest.raises(TypeError, match="wants the compiled model.*found function"):
+    with pytest.raises(TypeError, match="expects a compiled model.*found function"):
         freescale.LookaheadLoader([], lambda batch: batch)
     with pytest.raises(TypeError, match="found Outer, in which nothing that looks up table item#?2? is compiled. If a compiled"):
         freescale.LookaheadLoader([], Outer(Model(), _in_place(nn.Linear(2, 2))))
-    with pytest.raises(TypeError, match="wants the compiled model"):
+    with pytest.raises(TypeError, match="expects a compiled model"):
         freescale.LookaheadLoader([], torch.compiler.disable(Model()))
     return True
 

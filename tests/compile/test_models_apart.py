@@ -24,7 +24,7 @@ def _native() -> bool:
         assert set(t.model.out.state_dict()) == {"weight", "bias"}
         t.optimizer.state_dict()
     dist.barrier()  # the others are here, and not on their way to a step
-    run = loader._coordinator.stack.loops[-1]
+    run = loader._session.loops[-1]
     assert run.pending == 2
     t.model.state_dict()
     assert run.pending == -1
@@ -85,7 +85,7 @@ def _torchrec() -> bool:
     def steps(n: int) -> Any:
         for _ in range(n):
             run(next(loop)).backward()
-        return loader._coordinator.stack.loops[-1]
+        return loader._session.loops[-1]
 
     state = steps(3)
     if dist.get_rank() == 0:

@@ -213,7 +213,7 @@ class Simulated:
 
 def _equals_a_simulation(options, which, rows, gradients, loops=(False, True)):
     """`loops`: without look-ahead, with it."""
-    from freescale.runtime.lookahead import late_gradients
+    from freescale.runtime.lookahead import step
 
     for ahead in loops:
         launch._launches.clear()
@@ -221,14 +221,14 @@ def _equals_a_simulation(options, which, rows, gradients, loops=(False, True)):
         launch._launches.clear()
         again = _train({"passes": "all,compress_exchange", "strict": True, **options}, ahead)
         simulated = Simulated({"rows": rows, "gradients": gradients}, which)
-        apply = late_gradients.apply
+        apply = step.apply_late_gradients
 
         def apply_exactly(*args, simulated=simulated, apply=apply):
             simulated.on = False  # what is pending at the end of a loop travels as it is
             apply(*args)
             simulated.on = True
 
-        with mock.patch.object(launch, "launch", simulated), mock.patch.object(late_gradients, "apply", apply_exactly):
+        with mock.patch.object(launch, "launch", simulated), mock.patch.object(step, "apply_late_gradients", apply_exactly):
             expected = _train({"strict": True}, ahead)
         exact = _train({"strict": True}, ahead)
         assert got[0] == again[0] and all(torch.equal(t, again[1][n]) for n, t in got[1].items())

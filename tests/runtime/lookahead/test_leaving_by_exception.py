@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import trec
 from freescale.compat import distributed
-from freescale.runtime.lookahead import loop_stack, planner
-from freescale.runtime.lookahead.exception_in_flight import describe_exception
+from freescale.compat.exception_in_flight import describe_exception
+from freescale.runtime.lookahead import session, thread
 from loops import Training, data
 from ranks import HAS_TORCHREC, run_ranks
 
@@ -528,7 +528,7 @@ def test_the_other_rank_does_not_wait_for_a_batch_that_is_not_planned():
     (peer, peer_seconds), (left, seconds) = run_ranks(
         _one_leaves_and_the_other_skips, 2, timeout=90, group_timeout=600
     )
-    assert re.match("RuntimeError: freescale: rank 1 left its loop at batch 3; batch 6 is not planned without it", peer)
+    assert re.match("RuntimeError: freescale: rank 1 left its loop at batch 3; batch 6 cannot be planned without it", peer)
     assert left == "AssertionError: the end" and peer_seconds < 20 and seconds < 20
 
 
@@ -539,7 +539,7 @@ def _one_is_slow() -> bool:
         plain.step(batch)
     for slow_before in (True, False):
         t = Training(True)
-        with mock.patch.object(loop_stack, "_SECONDS_AFTER_EXCEPTION", 0.5), mock.patch.object(planner, "_IDLE_SECONDS", 0.1):
+        with mock.patch.object(session, "_SECONDS_AFTER_EXCEPTION", 0.5), mock.patch.object(thread, "_IDLE_SECONDS", 0.1):
             for i, batch in enumerate(t.loader(data(9))):
                 if i == 3 and rank == 1 and slow_before:
                     time.sleep(1.5)

@@ -43,7 +43,7 @@ def _goes_on() -> bool:
         for batch in loader:
             t.step(batch)
             assert loader.state_dict() == {"given": len(t.losses)}
-            with pytest.raises(RuntimeError, match="load_state_dict of a LookaheadLoader whose loop is on"):
+            with pytest.raises(RuntimeError, match="load_state_dict of a LookaheadLoader that is being iterated"):
                 loader.load_state_dict({"given": 0})
             if len(t.losses) == stop:
                 break
@@ -138,7 +138,7 @@ def _nested_and_copied() -> bool:
         t.step(batch)
         assert stateful.state_dict() == {"given": len(t.losses)}
     assert t.losses == plain.losses and torch.equal(t.model.table.weight, plain.model.table.weight)
-    with pytest.raises(ValueError, match="around another one plans in its place, so both must have the same model"):
+    with pytest.raises(ValueError, match="around another one replaces it, so both must have the same model"):
         t.loader(t.loader(data(2), balance=True))
 
     forwards = t.loader(Forwards(data(3)))

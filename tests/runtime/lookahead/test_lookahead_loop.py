@@ -234,7 +234,7 @@ def _uneven() -> None:
     for batch in t.loader(data(steps), strict=False):
         t.step(batch)
     assert [h for h in heard if "ended" in h] == [
-        "freescale: the loader of rank 0 ended after 4 batches, others have more; all ranks end here"
+        "freescale: the loader of rank 0 ended after 4 batches, others have more; all ranks stop here"
     ]
     assert t.losses == plain.losses and torch.equal(t.model.table.weight, plain.model.table.weight)
     t = Training(True)
@@ -294,7 +294,7 @@ def _leave_alone() -> None:
             t.step(batch)
     check(t)
     t = Training(True)
-    with pytest.raises(RuntimeError, match="rank 0: the model expected batch 4, .*did not come from the loader"):
+    with pytest.raises(RuntimeError, match="rank 0: the model expected batch 4, .*is not from the loader"):
         for i, batch in enumerate(t.loader(data(8))):
             t.step(batch_of(77) if rank == 0 and i == 4 else batch)
     check(t)
@@ -321,7 +321,7 @@ def _never_comes() -> bool:
     distributed.default_store().set("gave up", "")
     with pytest.raises(RuntimeError, match=r"gradients of step 3 for table item.* not applied: \d+ rows.*did not come"):
         t.run(batch_of(1))
-    with pytest.raises(RuntimeError, match="did not come to the same place within 5 s, or are gone"):
+    with pytest.raises(RuntimeError, match="did not arrive within 5 s, or have exited"):
         next(iter(t.loader(data(8))))
     return True
 
@@ -397,13 +397,13 @@ def _bad_input() -> None:
     def without_compiled(t: Training, loop: Any) -> None:
         t.model(next(loop))
 
-    check("expected batch 5, which the loader handed out last; what came is batch 4, out of order", taken_back)
-    check("expected batch 5, which has not been taken .* yet; what came is batch 4 again", twice)
-    check("expected batch 4, which has not been taken .* yet; what came is a batch that did not come from", foreign)
-    check("expected batch 4, which the loader handed out last; what came is a batch that did not", foreign_instead)
+    check("expected batch 5, which the loader yielded last; it received batch 4, out of order", taken_back)
+    check("expected batch 5, which has not been taken .* yet; it received batch 4 again", twice)
+    check("expected batch 4, which has not been taken .* yet; it received a batch that is not from", foreign)
+    check("expected batch 4, which the loader yielded last; it received a batch that is not", foreign_instead)
     check("a training step under a second LookaheadLoader while the first has not ended", two_loaders)
     check("used under two LookaheadLoaders at once", zipped)
-    check("load_state_dict while a LookaheadLoader's loop is on", loads)
+    check("load_state_dict while a LookaheadLoader is being iterated", loads)
     check("a table is used in training without its compiled model", without_compiled)
 
 
@@ -442,7 +442,7 @@ def test_loop(name, checked):
 def _bad_models() -> bool:
     import freescale
 
-    with pytest.raises(TypeError, match="wants the compiled model.*found Model"):
+    with pytest.raises(TypeError, match="expects a compiled model.*found Model"):
         freescale.LookaheadLoader([], Model())
     with pytest.raises(ValueError, match="no sharded table"):
         freescale.LookaheadLoader([], torch.compile(nn.Linear(2, 2), backend="freescale"))
@@ -460,7 +460,7 @@ def test_bad_models_are_named():
 
 def _stays() -> list[dict[str, Any]]:
     import freescale
-    from freescale.runtime.lookahead import loop_coordinator
+    from freescale.runtime.lookahead import hooks as model_hooks
 
     model = Model()
     run = torch.compile(model, backend="freescale", options={"codegen": "eager"})
@@ -474,12 +474,12 @@ def _stays() -> list[dict[str, Any]]:
             loss.backward()
     stats = loader.stats()
     assert hooks == [len(m._state_dict_pre_hooks) + len(m._forward_pre_hooks) for m in run.modules()]
-    assert threads() == [] and len(loop_coordinator._coordinators) == 1
+    assert threads() == [] and len(model_hooks._hooks) == 1
     gone = weakref.ref(model)
     del model, run, loader, batch, loss
     torch._dynamo.reset()
     gc.collect()
-    assert gone() is None and len(loop_coordinator._coordinators) == 0
+    assert gone() is None and len(model_hooks._hooks) == 0
     return stats
 
 
@@ -598,7 +598,7 @@ def _torchrec(small: bool) -> bool:
             if i == 3:
                 seen += [v.sum().item() for v in trec.snapshot(model).values()]
             if i == 4 and wrapped:
-                with pytest.raises(RuntimeError, match="load_state_dict while a LookaheadLoader's loop is on"):
+                with pytest.raises(RuntimeError, match="load_state_dict while a LookaheadLoader is being iterated"):
                     model.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
             if i == 5:
                 for other in loader(batches(3, 30)):

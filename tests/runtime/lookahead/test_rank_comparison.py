@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import two_tables
 from freescale.kernels.planning import rank_mesh
-from freescale.runtime.lookahead import rank_status
+from freescale.runtime.lookahead import rendezvous as rank_status
 from ranks import run_ranks
 
 

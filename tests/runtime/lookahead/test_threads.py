@@ -17,9 +17,9 @@ import torch.distributed as dist
 from freescale.kernels.planning import rank_mesh
 from freescale.kernels.planning.native_batch import BatchPlan
 from freescale.runtime import meter
-from freescale.runtime.lookahead import batch_planning
-from freescale.runtime.lookahead.planned_batch import PlannedBatch
-from freescale.runtime.lookahead.planning_connection import PlanningConnection
+from freescale.runtime.lookahead import planning as batch_planning
+from freescale.runtime.lookahead.planning import PlannedBatch
+from freescale.runtime.lookahead.thread import PlanningConnection
 from freescale.runtime.samples import batch_balancer
 from loops import DIM, Training, data, threads
 from ranks import run_ranks
@@ -216,7 +216,7 @@ def _planning_is_stuck() -> bool:
     assert len(t.losses) == 5
     let_go = threading.Event()
     with mock.patch.object(BatchPlan, "plan", lambda *args: let_go.wait()):
-        with pytest.raises(RuntimeError, match="^freescale: rank 0: batch 0 is not planned after .* time-out is 1 s$"):
+        with pytest.raises(RuntimeError, match="^freescale: rank 0: batch 0 is not planned after .* timeout is 1 s$"):
             next(iter(t.loader(data(5))))
         let_go.set()
     return True

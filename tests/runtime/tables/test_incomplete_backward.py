@@ -148,7 +148,7 @@ def _differing() -> None:
     for _ in range(3):
         t.step(next(loop))
     if dist.get_rank() == 1:
-        loop_state = loader._coordinator.stack.loops[-1]
+        loop_state = loader._session.loops[-1]
         loop_state._previous = [None] * len(loop_state._previous)
     words = "gradients of step 3 pending; rank 1: leaves its loop after batch 3, no gradients pending"
     for use in (loop.close, t.model.state_dict):

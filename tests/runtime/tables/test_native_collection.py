@@ -87,7 +87,7 @@ def _train(model_class, optimizer, look_ahead, compiled=True):
 
 def _same_training(optimizer, ways=(True, False), compiled=True):
     """`ways`: with look-ahead, without. `compiled`: the tables apart, too."""
-    from freescale.runtime.lookahead.model_tables import exchanges_of
+    from freescale.runtime.lookahead.hooks import exchanges_of
 
     expected, apart = _train(Apart, optimizer, False, compiled)
     for look_ahead in ways:

@@ -1,62 +1,107 @@
-"""What is pending between two steps of one loop: rows on their way, and gradients that the next step is to apply.
+"""State of one loop between two steps: early rows in flight, and late gradients that the next step applies.
 
-A `LoopState` decides nothing: whether all ranks are at the same place is in rank_status.py, what a use of the model may
-do in model_hooks.py.
+Late gradients leave the backward pass as the gradient of the plan's `late_slot`; a hook on it collects them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from freescale.compat import dynamo
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import EARLY
+from freescale.kernels.ops.schemas import EARLY, LATE
 from freescale.kernels.transports import launch_record, open_transports
 from freescale.runtime import batch_structure
-from freescale.runtime.lookahead import late_gradients
-from freescale.runtime.lookahead.planned_batch import PlannedBatch
+from freescale.runtime.lookahead.planning import PlannedBatch
+from freescale.runtime.lookahead.thread import PlanningThread
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.step_plan import StepPlan
 from freescale.runtime.tables.table_exchange import Exchange
 
 _wait = torch.ops._c10d_functional.wait_tensor
 
-# Which batch reached the model: the number of one of the loader's, or
+# Which batch reached the model: its number, or
 UNKNOWN_BATCH, FOREIGN_BATCH, CHANGED_BATCH = -1, -2, -3
 
 
-class LoopState:
-    """One loop over a LookaheadLoader: the batch that it handed out last, and what the last step left."""
+class LateGradientsHook:
+    """On the late slot of a step: runs when a backward pass produces late gradients.
+
+    Each backward pass of a step is one update, as in TorchRec. So before a second one adds its late gradients, all
+    ranks apply those of the first."""
+
+    def __init__(self, exchange: Exchange, plan: StepPlan) -> None:
+        self._exchange, self._number = exchange, plan.number
+        self._plan = weakref.ref(plan)  # a loss that the user keeps must not keep plans alive
+        self._backwards_before = table_registry.backward_update_counts[exchange.name]
+        self.refused_after = ""  # the event after which no rank takes late gradients of this step
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        if self.refused_after:
+            raise RuntimeError(
+                f"freescale: backward of step {self._number} after {self.refused_after}: {grad.shape[0]} rows of its "
+                "gradients have missed their step. Call backward before the next batch goes through the model"
+            )
+        plan, name = self._plan(), self._exchange.name
+        if plan is None or plan.late_slot is None:
+            return
+        settings = table_registry.last_step_settings.get(name)
+        if plan.late_slot.grad is not None:
+            table_registry.last_step_settings[name] = plan.settings
+            apply_late_gradients(self._exchange, plan)
+            table_registry.last_step_settings[name] = settings
+        plan.settings = settings
+        # A table that the loss does not depend on gets zeros and no update.
+        updates = table_registry.backward_update_counts[name]
+        plan.backwards += updates > self._backwards_before + plan.backwards
+
+
+def apply_late_gradients(exchange: Exchange, plan: StepPlan) -> None:
+    """Send and apply the late gradients of a step that has some. Collective."""
+    late = plan.late_gradients()
+    torch.ops.freescale.exchange_backward(
+        exchange.anchor.detach(), late.grad, *late.update, *late.counts, late.update.order.shape[0], LATE,
+        exchange.name, exchange.group_name
+    )  # fmt: skip
+    assert plan.late_slot is not None
+    plan.late_slot.grad = None
+
+
+def _refuse_backward(plan: StepPlan, after: str) -> None:
+    """A later backward pass of this step raises: its late gradients would be lost."""
+    plan.late_hook.refused_after = after
+    plan.late_slot = None
+
+
+class Loop:
+    """One loop over a LookaheadLoader: the batch yielded last, and what the last step left for the next."""
 
     def __init__(self, exchanges: list[Exchange], number: int) -> None:
         self.exchanges, self.number = exchanges, number
+        self._features = [f for x in exchanges for f in x.features]
         self._launched_before = launch_record.launched
-        self.current: PlannedBatch | None = None  # handed out last
+        self.thread: PlanningThread | None = None
+        self.current: PlannedBatch | None = None  # the batch yielded last
         self.closed = False  # all ranks have agreed that it ends
-        self.failure: str | None = None  # why the ranks can agree on nothing any more
-        self.failure_known_to_all = False  # every rank has heard it from all others
-        self.stop_planning: Callable[[int, bool, str], None] = lambda more, together, reason: None
-        self.planning_failed: Callable[[], bool] = lambda: False  # on this rank, and its group with it
-        self.why_planning_failed: Callable[[], str] = lambda: ""
+        self.failure: str | None = None  # why the ranks cannot synchronize any more
+        self.failure_known_to_all = False  # every rank has received it from all others
         self.planning_group_failed = False  # on some rank, and every rank knows
-        self.batches_ordered: Callable[[], int] = lambda: 0  # of the planning thread
-        # How many fewer than the furthest rank this one had ordered when the ranks last compared.
-        self.batches_behind = 0
-        # Per exchange the last step that ran: its late gradients are pending until the next step has taken them.
+        self.batches_behind = 0  # ordered by the furthest rank, but not by this one, at the last comparison
+        # Per exchange the last step that ran; its late gradients are pending until the next step takes them.
         self._previous: list[StepPlan | None] = [None] * len(exchanges)
         self._updates_before: list[int] | None = None  # of each table when the step began; None outside a step
         self._backwards_before: list[int] = [0] * len(exchanges)  # of each table when the last forward pass ended
         self._watched = [table_registry.watch(x.name) for x in exchanges]
         self._other_writes: list[int] | None = None  # to each table when the last step began
-        self.early_rows_outdated = False  # on some rank, and every rank knows: tables were written since
-        # What holds the ids of the last batches, to recognize a batch that comes again.
-        self._handed_out: deque[tuple[int, list[weakref.ref[Any]]]] = deque(maxlen=4)
-        self._versions: list[int] = []  # of the tensors in the last one: each in-place write counts one up
+        self.early_rows_outdated = False  # some rank has written to a table, and every rank knows
+        # The tensors that hold the ids of the last batches, to recognize a batch that is used again.
+        self._yielded: deque[tuple[int, list[weakref.ref[Any]]]] = deque(maxlen=4)
+        self._versions: list[int] = []  # of the tensors of the last one; each in-place write increments one
 
     def fail(self, reason: str, known_to_all: bool = False) -> None:
         why = launch_record.why_rank_left()
@@ -64,8 +109,17 @@ class LoopState:
         self.failure_known_to_all = known_to_all
 
     def launched(self, until: int | None = None) -> int:
-        """Launches in this loop so far, or up to the one of that number."""
+        """Launches in this loop so far, or up to launch number `until`."""
         return (launch_record.launched if until is None else until) - self._launched_before
+
+    @property
+    def batches_ordered(self) -> int:
+        return 0 if self.thread is None else self.thread.ordered
+
+    @property
+    def planning_failed(self) -> bool:
+        """On this rank. Its planning group has failed with it."""
+        return self.thread is not None and self.thread.failed
 
     # -- batches -------------------------------------------------------------------------------------------------
 
@@ -74,50 +128,46 @@ class LoopState:
         return -1 if self.current is None else self.current.number
 
     @dynamo.runs_outside_inference_mode
-    def hand_out(self, planned: PlannedBatch) -> None:
-        """Its batch goes to the user."""
+    def take(self, planned: PlannedBatch) -> None:
+        """The next batch to yield."""
         planned.complete(self.exchanges)
         self.current = planned
-        features = [f for x in self.exchanges for f in x.features]
-        holders = batch_structure.id_holders(planned.batch, features)
-        self._handed_out.appendleft((planned.number, [weakref.ref(t) for t in holders]))
+        holders = batch_structure.id_holders(planned.batch, self._features)
+        self._yielded.appendleft((planned.number, [weakref.ref(t) for t in holders]))
         self._versions = batch_structure.versions(holders)
 
     def identify_batch(self, inputs: Any) -> int:
-        """Which batch the inputs of the model are made of."""
+        """Which batch the inputs of the model belong to."""
         input_ids = {id(t) for t in batch_structure.leaves(inputs)}
-        for number, refs in self._handed_out:
+        for number, refs in self._yielded:
             if refs and all(id(r()) in input_ids for r in refs):
                 unchanged = number != self.batch_number or self._is_unchanged([r() for r in refs])
                 return number if unchanged else CHANGED_BATCH
         if self.current is None:
             return FOREIGN_BATCH
         if self._on_device:
-            return UNKNOWN_BATCH  # comparing would wait for the device; the graph compares
-        try:
-            return self.current.number if self._is_planned(inputs) else FOREIGN_BATCH
-        except ValueError:
-            return UNKNOWN_BATCH
+            return UNKNOWN_BATCH  # a comparison here would wait for the device; the graph compares
+        matches = self._has_planned_ids(inputs)
+        return UNKNOWN_BATCH if matches is None else self.current.number if matches else FOREIGN_BATCH
 
     @property
     def _on_device(self) -> bool:
         return self.exchanges[0].anchor.device.type != "cpu"
 
     def _is_unchanged(self, holders: list[Any]) -> bool:
-        """The batch handed out last. A GPU is waited for only where something has written into `holders` of its ids."""
+        """The batch yielded last. Waits for a GPU only if something has written to `holders` of its ids."""
         assert self.current is not None
         if self._on_device and batch_structure.versions(holders) == self._versions:
             return True
-        try:
-            return self._is_planned(self.current.batch)
-        except ValueError:
-            return False
+        return bool(self._has_planned_ids(self.current.batch))
 
-    def _is_planned(self, batch: Any) -> bool:
-        """Whether it has the ids that were planned for the batch handed out last, and as many of each key."""
+    def _has_planned_ids(self, batch: Any) -> bool | None:
+        """Whether `batch` has the ids and lengths planned for the batch yielded last; None if it has none."""
         assert self.current is not None
-        features = [f for x in self.exchanges for f in x.features]
-        by_feature, counts = batch_structure.feature_ids_and_counts(batch, features)
+        try:
+            by_feature, counts = batch_structure.feature_ids_and_counts(batch, self._features)
+        except ValueError:
+            return None
         planned = self.current.value_counts
         if any(planned.get(key, n) != n for key, n in counts.items()):
             return False
@@ -130,13 +180,13 @@ class LoopState:
 
     @dynamo.runs_outside_inference_mode
     def begin_step(self) -> None:
-        """The batch handed out last is about to go through the model, on every rank."""
+        """The batch yielded last is about to go through the model, on every rank."""
         assert self.current is not None
         open_transports.check()
         for x, plan in zip(self.exchanges, self.current.plans, strict=True):
             _require_same_table(x, plan)
         pairs = list(zip(self._previous, self.current.plans, strict=True))
-        # Where the step before this one did not run, nobody has fetched rows for this one.
+        # If the step before this one did not run, nothing has fetched early rows for this one.
         skipped = [self.current.number > 0 and (before is None or before.next is not plan) for before, plan in pairs]
         if any(skipped) and not self.current.whole:
             self.apply_pending()
@@ -144,7 +194,7 @@ class LoopState:
         self.early_rows_outdated, self._other_writes = False, [w.other_writes() for w in self._watched]
         for x, (before, plan), fetch in zip(self.exchanges, pairs, skipped, strict=True):
             x.freescale_plan = plan
-            x.anchor.grad = None  # else autograd adds nothing to nothing, which takes the host as long as a launch
+            x.anchor.grad = None  # otherwise autograd adds an empty gradient, as expensive as a launch
             if plan.whole:
                 continue
             plan.before = step_plan.no_late_gradients(plan) if before is None else before.late_gradients()
@@ -158,67 +208,72 @@ class LoopState:
 
     @dynamo.runs_outside_inference_mode
     def end_forward(self) -> None:
-        """The forward pass of the step is over, or has failed. Nothing where no step has begun."""
+        """The forward pass of the step is over, or has failed. No-op outside a step."""
         if self._updates_before is None or self.current is None:
             return
         for i, (x, plan) in enumerate(zip(self.exchanges, self.current.plans, strict=True)):
             before, x.freescale_plan, plan.before = self._previous[i], None, None
             applied_late = plan.used or table_registry.update_counts[x.name] != self._updates_before[i]
             if applied_late and before is not None and before.late_slot is not None:
-                late_gradients.refuse_backward(before, "the forward pass of a later batch")
+                _refuse_backward(before, "the forward pass of a later batch")
             if plan.used:
                 self._previous[i], self._backwards_before[i] = plan, table_registry.backward_update_counts[x.name]
                 if not plan.whole:
-                    late_gradients.collect(x, plan)
+                    assert plan.late_slot is not None
+                    plan.late_hook = LateGradientsHook(x, plan)
+                    plan.late_slot.register_hook(plan.late_hook)
                 if plan.next is not None and plan.next.arrived.is_inference():  # a training step could not use it
                     plan.next.arrived = _wait(plan.next.arrived).clone()
         self._updates_before = None
 
     @property
     def tables_written(self) -> bool:
-        """By anything but an update, since the last step began."""
+        """Something other than an update has written to a table since the last step began."""
         before = self._other_writes
         return before is not None and before != [w.other_writes() for w in self._watched]
 
     # -- pending gradients ---------------------------------------------------------------------------------------
 
+    def _late(self) -> Iterator[tuple[Exchange, StepPlan, int]]:
+        """The last step of each exchange that takes late gradients: also backward passes that updated the table but
+        produced no late gradients."""
+        for x, plan, backwards in zip(self.exchanges, self._previous, self._backwards_before, strict=True):
+            if plan is not None and not plan.last and plan.late_slot is not None:
+                yield x, plan, table_registry.backward_update_counts[x.name] - backwards - plan.backwards
+
     def _pending(self) -> Iterator[tuple[Exchange, StepPlan]]:
-        for x, plan in zip(self.exchanges, self._previous, strict=True):
-            slot = None if plan is None or plan.last or not plan.backwards else plan.late_slot
-            if plan is not None and slot is not None and slot.grad is not None:
+        for x, plan, _ in self._late():
+            if plan.backwards and plan.late_slot is not None and plan.late_slot.grad is not None:
                 yield x, plan
 
     def _incomplete(self) -> Iterator[tuple[Exchange, StepPlan]]:
-        """Where a backward pass has applied the urgent gradients but never handed over the late ones: it raised in
-        between, was asked for the gradients of some tensors alone, or was that of another step."""
-        for x, plan, backwards in zip(self.exchanges, self._previous, self._backwards_before, strict=True):
-            if plan is not None and not plan.last and plan.late_slot is not None:
-                if table_registry.backward_update_counts[x.name] != backwards + plan.backwards:
-                    yield x, plan
+        """Where a backward pass applied the urgent gradients but never produced the late ones: it raised in between,
+        was asked for the gradients of some tensors only, or belonged to another step."""
+        yield from ((x, plan) for x, plan, missing in self._late() if missing)
 
     @property
     def pending(self) -> int:
-        """The step whose gradients are pending, -1 if none are; the same on every rank at the same place."""
+        """The step whose gradients are pending, or -1; the same on all ranks at the same place."""
         return max((plan.number for _, plan in self._pending()), default=-1)
 
     @property
     def incomplete(self) -> int:
-        """The step whose backward pass is incomplete, -1 if none is; the ranks may differ."""
+        """The step whose backward pass is incomplete, or -1; ranks may differ."""
         return max((plan.number for _, plan in self._incomplete()), default=-1)
 
     @dynamo.runs_outside_inference_mode
     def apply_pending(self) -> None:
-        """Send and apply what is pending. Every rank does so at the same place."""
+        """Send and apply what is pending. Collective."""
         open_transports.check()
         for x, plan in self._pending():
             try:
-                late_gradients.apply(x, plan)
+                apply_late_gradients(x, plan)
             except Exception as error:
                 self.fail(str(error))
                 raise RuntimeError(self.describe_loss()) from error
 
     def describe_loss(self) -> str:
-        """The gradients that will not be applied, in words; empty if it is nothing."""
+        """The gradients that will not be applied, in words; "" if there are none."""
         tables = []
         for x, plan in dict((*self._pending(), *self._incomplete())).items():
             assert plan.late_index is not None and plan.late_update is not None
@@ -232,16 +287,12 @@ class LoopState:
             return f"freescale: {'; '.join(tables)} ({self.failure})"
         return f"freescale: {self.failure}" if self.failure_known_to_all else ""
 
-    # -- the end -------------------------------------------------------------------------------------------------
-
     def refuse_further_backwards(self) -> None:
-        """Nobody will fetch late gradients any more. (The last step has none.)"""
-        for plan in self._previous:
-            if plan is not None and not plan.last and plan.late_slot is not None:
-                late_gradients.refuse_backward(plan, "its loop has ended")
+        for _, plan, _ in self._late():
+            _refuse_backward(plan, "its loop has ended")
 
     def wait_for_unused_rows(self) -> None:
-        """Rows that were fetched for a batch that will not come: nothing depends on them, but they must arrive."""
+        """Early rows for a batch that will not be used: no step needs them, but they must arrive."""
         for plan in self._previous:
             if plan is not None and plan.next is not None:
                 _wait(plan.next.arrived)

@@ -1,8 +1,9 @@
-"""How one batch after the other is planned: load, balance, request its rows from their owners, plan the two steps.
+"""Plans one batch after another: load, balance, request the rows from their owners, plan the step.
 
-Before they do anything together the ranks tell each other how loading went, so that they all go on or all stop.
+Before any collective, the ranks exchange whether loading succeeded, so that all go on or all stop.
 
-Every call that gives Python's lock away can make the training thread wait for it: so few calls, and few collectives.
+Each call that releases the GIL can delay the training thread when it takes the GIL again. So there are few calls and
+few collectives.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from freescale.kernels.planning import row_requests
 from freescale.kernels.planning.native_batch import BatchPlan
 from freescale.runtime import batch_structure
 from freescale.runtime.balance.integer_problem import BalanceError
-from freescale.runtime.lookahead.planned_batch import PlannedBatch
 from freescale.runtime.meter import RankTimes
 from freescale.runtime.samples.batch_balancer import BatchBalancer
-from freescale.runtime.tables.fbgemm_table import FbgemmTable
+from freescale.runtime.tables import step_plan, torchrec_support
 from freescale.runtime.tables.plan_block import PinnedMemory, PlanBlock, move_others, packable_tensors
+from freescale.runtime.tables.step_plan import StepPlan
 from freescale.runtime.tables.table_exchange import Exchange
 
 log = logging.getLogger(__name__)
 
 _OK, _ENDED, _FAILED = range(3)  # how loading went
-_NOTHING_TO_BALANCE = [-1, 0]  # in place of what a BatchBalancer tells the other ranks
+_NOTHING_TO_BALANCE = [-1, 0]  # instead of what a BatchBalancer sends to the other ranks
 
 
 class EndOfPlanning(Exception):
-    """Every rank stops here: all loaders have ended (`error` is None), or `error` is to be raised in the loop."""
+    """Every rank stops here: all loaders have ended (`error` is None), or the loop is to raise `error`."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
@@ -44,7 +45,7 @@ class EndOfPlanning(Exception):
 
 @dataclass
 class _Loaded:
-    """A batch of this rank, or what came instead."""
+    """A batch of this rank, or why there is none."""
 
     status: int = _OK
     error: BaseException | None = None
@@ -55,10 +56,67 @@ class _Loaded:
     count_tensor: torch.Tensor | None = None  # the same; None without keys
     for_balancer: list[int] = field(default_factory=lambda: _NOTHING_TO_BALANCE)
     loader_state: Any = None
-    moved: batch_structure.BatchEvent | None = None  # what was brought to the device
+    moved: batch_structure.BatchEvent | None = None  # after what was copied to the device
     block: PlanBlock | None = None  # for its plans
-    began: float = 0.0  # when the user's loader was asked, by time.perf_counter(),
-    ended: float = 0.0  # and when it had answered
+    began: float = 0.0  # when the loader was called, by time.perf_counter()
+    ended: float = 0.0  # when it returned
+
+
+@dataclass
+class PlannedBatch:
+    """A batch and its plans, from the planning thread to the loop. Once it is in the queue, the planning thread does
+    not touch it again, nor its `next`."""
+
+    number: int
+    batch: Any
+    rows: PlanBlock  # also holds tensors of the batch
+    value_counts: dict[str, int]  # of the keys of its KeyedJaggedTensors
+    count_tensor: torch.Tensor | None  # the same; None without keys
+    loader_state: Any = None  # of the loader after this batch and before the next; or the error of asking for it
+    moved: batch_structure.BatchEvent | None = None  # after what the planning thread copied to the device
+    loaded: tuple[float, float] = (0.0, 0.0)  # begin and end of loading, by time.perf_counter()
+    whole: bool = False  # its plans depend on no other batch
+    # Set when the next batch is known:
+    next: PlannedBatch | None = None  # None: this is the last
+    gradients: PlanBlock | None = None
+    # On the device, one per exchange; empty until the rows are planned there:
+    plans: list[StepPlan] = field(default_factory=list)
+
+    @property
+    def used(self) -> bool:
+        return any(plan.used for plan in self.plans)
+
+    def complete(self, exchanges: list[Exchange]) -> None:
+        """Build its step plans, and the rows of the next batch's. In the training thread, before it is yielded."""
+        if self.gradients is None:
+            return  # complete already
+        self._plan_rows(exchanges)
+        if self.next is not None:
+            self.next._plan_rows(exchanges)
+        self.gradients.upload()
+        for i, (plan, planned) in enumerate(zip(self.plans, self.gradients.exchanges, strict=True)):
+            if self.whole:
+                arrays = self.gradients.arrays(planned.gradients.first(step_plan.ARRAYS_OF_ALL_GRADIENTS))
+                step_plan.plan_all_gradients(plan, arrays, planned.gradient_counts)
+                continue
+            step_plan.plan_gradients(plan, self.gradients.arrays(planned.gradients), planned.gradient_counts)
+            plan.last = self.next is None
+            plan.next = step_plan.plan_without_rows(plan) if self.next is None else self.next.plans[i]
+        self.next = self.gradients = None  # otherwise each batch would keep all later ones alive
+
+    def _plan_rows(self, exchanges: list[Exchange]) -> None:
+        if self.plans:
+            return
+        if self.moved is not None:
+            self.moved.wait()
+        self.rows.upload()
+        self.batch, counts = self.rows.unpack((self.batch, self.count_tensor))
+        sequences = {f for x in exchanges for f in x.sequences}
+        values = step_plan.count_values(self.value_counts, counts, sequences)
+        for x, planned in zip(exchanges, self.rows.exchanges, strict=True):
+            arrays = self.rows.arrays(planned.rows)
+            counts, entries = planned.row_counts, planned.urgent_entries
+            self.plans.append(step_plan.plan_rows(self.number, arrays, values, counts, entries, x.anchor, self.whole))
 
 
 class BatchPlanning:
@@ -77,23 +135,20 @@ class BatchPlanning:
         self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
         self.balancer, self._plan, self._times = balancer, plan, times
         self.number = 0  # of the batch that is being loaded or planned
-        self.busy_since: float | None = None  # with something that ends within the group's time-out
+        self.busy_since: float | None = None  # with work that must end within the group's timeout
         self._batches: Iterator[Any] | None = None
-        self._structure: Any = None  # of the last batch, quick to compare
+        self._structure: Any = None  # of the last batch, fast to compare
         self._structure_in_words: str | None = None  # of every batch
-        self._id_places: list[int] | None = None  # among a batch's leaves: places_of_features
+        self._id_places: list[int] | None = None  # in a batch's leaves: places_of_features
         self._previous: PlannedBatch | None = None  # its gradients are not planned yet
         self._features = list(dict.fromkeys(f for x in exchanges for f in x.features))
         self._device = exchanges[0].anchor.device
         self._pinned = PinnedMemory(self._device) if self._device.type != "cpu" else None
-        self._room = 0  # elements that were enough for every plan so far
+        self._room = 0  # elements, enough for every plan so far
 
     def advance(self) -> PlannedBatch | None:
-        """Plan one more batch. Returns the one before it, whose plans are complete now; None for the first. Whole plans
-        are complete at once.
-
-        Raises EndOfPlanning, on every rank at the same batch.
-        """
+        """Plan one more batch. Returns the previous one, whose plans are complete now (None for the first); where plans
+        are whole, the batch itself. Raises EndOfPlanning on every rank at the same batch."""
         if self.number == 0:
             self._require_same_options()
         loaded = self._load()
@@ -109,7 +164,7 @@ class BatchPlanning:
         return complete
 
     def finish(self) -> PlannedBatch | None:
-        """The last batch. It leaves nothing for later: its gradients are all urgent, no rows are fetched for a next."""
+        """The last batch: all its gradients are urgent, and no rows are prefetched for a next one."""
         if self._previous is None:
             return None
         block = PlanBlock(self._plan.needed_for_last, self._pinned)
@@ -131,17 +186,18 @@ class BatchPlanning:
             if hasattr(self.loader, "state_dict"):
                 try:
                     loaded.loader_state = copy.deepcopy(self.loader.state_dict())
-                except Exception as error:  # noqa: BLE001  (for who asks: a wrapper may have the method around a list)
+                except Exception as error:  # noqa: BLE001  (raised by `state_dict`)
                     loaded.loader_state = error
             self._require_same_structure(loaded)
-            self._require_plannable(loaded.batch)
+            if self._id_places is None:  # it holds KeyedJaggedTensors
+                torchrec_support.require_plannable(self.number, loaded.batch, self._features, self.exchanges)
             if self.balancer is None:
                 self._find_ids(loaded)
             else:
                 loaded.for_balancer = self.balancer.prepare(self.number, loaded.batch)
         except StopIteration:
             loaded.status = _ENDED
-        except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)
+        except BaseException as error:  # noqa: BLE001  (the other ranks must know)
             loaded.status, loaded.error = _FAILED, error
         return loaded
 
@@ -150,16 +206,16 @@ class BatchPlanning:
         try:
             loaded.batch = balancer.balance(from_all_ranks)
             loaded.leaves = list(batch_structure.leaves(loaded.batch))
-        except BalanceError as error:  # on every rank alike; anything else may have come between its collectives
+        except BalanceError as error:  # on every rank; any other error may be between its collectives
             loaded.status, loaded.error = _FAILED, error
         else:
             try:
                 self._find_ids(loaded)
-            except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)
+            except BaseException as error:  # noqa: BLE001  (the other ranks must know)
                 loaded.status, loaded.error = _FAILED, error
 
     def _prepare_block(self, loaded: _Loaded) -> None:
-        """Room for the plans, as much as has been enough so far, and for the tensors of the batch."""
+        """Allocate memory for the plans, as much as was enough so far, and for the tensors of the batch."""
         if loaded.status != _OK:
             return
         try:
@@ -168,11 +224,11 @@ class BatchPlanning:
             loaded.block = PlanBlock(self._room, self._pinned, tensors)
             if len(tensors) - len(counts) < len(loaded.leaves):
                 loaded.batch, loaded.moved = move_others(loaded.batch, self._device)
-        except BaseException as error:  # noqa: BLE001  (the other ranks must hear of it)
+        except BaseException as error:  # noqa: BLE001  (the other ranks must know)
             loaded.status, loaded.error = _FAILED, error
 
     def _request_rows(self, loaded: _Loaded) -> None:
-        """Tell the owners which rows, once every rank has said that it goes on; where there is room, plan them too."""
+        """Send the ids to their owners, once every rank goes on. If the memory suffices, the rows are planned, too."""
         self.busy_since = time.monotonic()
         ids = None if loaded.status != _OK else [t for of_exchange in loaded.ids for t in of_exchange]
         room = None if loaded.block is None else loaded.block.room
@@ -183,11 +239,11 @@ class BatchPlanning:
         self._require_all_go_on(headers.statuses, loaded.error)
         try:
             row_requests.require_valid_ids(headers, [x.name for x in self.exchanges])
-        except row_requests.IdOutsideTable as error:  # on every rank alike
+        except row_requests.IdOutsideTable as error:  # on every rank
             raise EndOfPlanning(error) from None
 
     def _plan_batch(self, loaded: _Loaded) -> PlannedBatch:
-        """Plan a batch's rows, and the gradients of the batch before it, now that both are known."""
+        """Plan the rows of this batch and the gradients of the previous one."""
         block, needed = loaded.block, self._plan.needed
         assert block is not None
         self._room = max(self._room, needed)
@@ -196,16 +252,15 @@ class BatchPlanning:
         block.fill(self._plan.plan)
         planned = PlannedBatch(
             self.number, loaded.batch, block, loaded.value_counts, loaded.count_tensor, loaded.loader_state,
-            loaded.moved,
-        )
-        planned.loaded = loaded.began, loaded.ended
+            loaded.moved, (loaded.began, loaded.ended), self._plan.whole,
+        )  # fmt: skip
         if self._plan.whole:
-            planned.whole, planned.gradients = True, block
+            planned.gradients = block
         elif self._previous is not None:
             self._previous.next, self._previous.gradients = planned, block
         return planned
 
-    # -- what all ranks must agree on -----------------------------------------------------------------------------
+    # -- what all ranks agree on -----------------------------------------------------------------------------------
 
     def _require_same_options(self) -> None:
         self.busy_since = time.monotonic()
@@ -221,7 +276,7 @@ class BatchPlanning:
                 )
 
     def _gather_for_balancer(self, loaded: _Loaded) -> list[list[int]]:
-        """What each rank tells the balancers. Raises EndOfPlanning unless every rank goes on."""
+        """What each rank sends to the balancers. Raises EndOfPlanning unless every rank goes on."""
         self.busy_since = time.monotonic()
         gathered = distributed.gather_ints([loaded.status, *loaded.for_balancer], self.group)
         self.busy_since = time.monotonic()
@@ -229,7 +284,7 @@ class BatchPlanning:
         return [rest for _, *rest in gathered]
 
     def _require_all_go_on(self, statuses: list[int], error: BaseException | None) -> None:
-        """Raises EndOfPlanning where a rank's loader has ended or failed."""
+        """Raises EndOfPlanning if a rank's loader has ended or failed."""
         if _FAILED in statuses:
             raise EndOfPlanning(self._failure(statuses, error))
         if set(statuses) == {_ENDED}:
@@ -237,7 +292,7 @@ class BatchPlanning:
         if _ENDED in statuses:
             message = (
                 f"freescale: the loader of rank {statuses.index(_ENDED)} ended after {self.number} batches, others "
-                "have more; all ranks end here"
+                "have more; all ranks stop here"
             )
             if self.strict:
                 raise EndOfPlanning(RuntimeError(message))
@@ -245,7 +300,7 @@ class BatchPlanning:
             raise EndOfPlanning(None)
 
     def _failure(self, statuses: list[int], error: BaseException | None) -> BaseException:
-        """Every rank learns which rank failed at which batch, and with what words; that rank raises its own error."""
+        """The failed rank raises its own error; the others name that rank, the batch and the error."""
         errors: list[Any] = [None] * len(statuses)
         dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}", self.group)
         rank = statuses.index(_FAILED)
@@ -274,39 +329,3 @@ class BatchPlanning:
             raise ValueError(f"freescale: batch {self.number} is {in_words}; the batches before it were {before}")
         self._structure, self._structure_in_words = structure, in_words
         self._id_places = batch_structure.places_of_features(loaded.batch, self._features)
-
-    def _require_plannable(self, batch: Any) -> None:
-        """Raise for a batch that the compiled model leaves to TorchRec's own code, whose lookups are not planned."""
-        if self._id_places is not None:  # no KeyedJaggedTensor is in it
-            return
-        kjts = list(filter(batch_structure.is_kjt, batch_structure.id_holders(batch, self._features)))
-        tables = ((x.table, x.features) for x in self.exchanges if kjts)
-        sequences = {f for t, fs in tables if isinstance(t, FbgemmTable) and not t.pooled for f in fs}
-        for kjt in kjts:
-            names, weights = ", ".join(map(repr, kjt.keys())), kjt.weights_or_none()
-            n_weights, n_ids = (0 if t is None else t.shape[0] for t in (weights, kjt.values()))
-            if weights is not None and n_weights != n_ids:
-                raise ValueError(
-                    f"freescale: batch {self.number}: {n_weights} weights for {n_ids} ids of the features {names}"
-                )
-            if kjt.variable_stride_per_key():
-                problem = _describe_strides(dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True)))
-            elif weights is not None and any(key in sequences for key in kjt.keys()):
-                problem = f"the features {names} are weighted. Leave the weights out"
-            elif weights is not None and not weights.is_floating_point():
-                problem = f"the weights of the features {names} are {weights.dtype}. Make them floating-point numbers"
-            else:
-                continue
-            raise ValueError(
-                f"freescale: batch {self.number}: {problem}, or loop over such batches without a LookaheadLoader, "
-                "where TorchRec's own code serves them"
-            )
-
-
-def _describe_strides(samples: dict[str, int]) -> str:
-    most = max(samples, key=lambda key: samples[key])
-    other = next((key for key in samples if samples[key] != samples[most]), most)
-    return (
-        f"the number of samples differs by feature ({most!r} has {samples[most]}, {other!r} has {samples[other]}; "
-        "stride_per_key_per_rank). Give all features equally many"
-    )

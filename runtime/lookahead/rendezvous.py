@@ -1,8 +1,7 @@
-"""Whether all ranks are at the same place when a step begins, or when pending gradients are applied.
+"""Rendezvous of all ranks before a step, before pending gradients are applied, and at the end of a loop.
 
-Before a step, before pending gradients are applied and at the end of a loop each rank says what it is about to do, in
-one small gather over connections of its own. So no rank starts an exchange that others will not join, and a rank that
-leaves its loop, or brings a wrong batch, is an error on every rank instead of a hang.
+Each rank states what it is about to do, in one small gather over connections of its own. So no rank starts an exchange
+that others will not join: a rank that leaves its loop or has a wrong batch is an error on every rank instead of a hang.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from freescale.compat import distributed
 from freescale.kernels.planning import rank_mesh
 from freescale.kernels.transports import launch_record
 from freescale.runtime.agreement import first_reason
-from freescale.runtime.lookahead.loop_state import CHANGED_BATCH, UNKNOWN_BATCH, LoopState
+from freescale.runtime.lookahead.step import CHANGED_BATCH, UNKNOWN_BATCH, Loop
 from freescale.views.step_parts import MEETING
 
 log = logging.getLogger(__name__)
 
-_SECONDS_OF_WAIT = 0.5  # for a launch, before this rank asks whether one has left
+_SECONDS_OF_WAIT = 0.5  # for a launch; after that, this rank asks whether one has left
 
 
 class Action(IntEnum):
@@ -48,37 +47,37 @@ _IN_WORDS = {
 
 
 class RankStatus(NamedTuple):
-    """Where a rank is in its loop, as the numbers that are gathered."""
+    """Where a rank is in its loop, as gathered integers."""
 
     action: int
-    loop: int  # number of the loop, counted over all loops of these tables
-    batch: int  # number of the batch that was handed out last, -1 before the first
+    loop: int  # its number among all loops over these tables
+    batch: int  # yielded last, -1 before the first
     used: int  # has it been through the model?
-    pending: int  # the step whose gradients are pending, -1 if none are
-    incomplete: int  # the step whose backward pass has lost gradients, -1 if none has
+    pending: int  # the step whose gradients are pending, or -1
+    incomplete: int  # the step whose backward pass lost gradients, or -1
     received: int  # the batch that reached the model: its number, or UNKNOWN_BATCH, FOREIGN_BATCH, CHANGED_BATCH
-    planning_failed: int  # has planning failed on this rank, and its group with it?
-    ordered: int  # batches that its planning thread was told to plan
-    written: int  # has anything but an update written to its tables since the last step began?
+    planning_failed: int  # has planning failed on this rank?
+    ordered: int  # batches that its planning thread was ordered to plan
+    written: int  # has something other than an update written to its tables since the last step began?
 
 
 class LeftRank(NamedTuple):
-    """Where a rank left a loop, as it posts it in the store. One that is further behind than another is less."""
+    """Where a rank left a loop, as it posts it in the store. A rank that is further behind compares as less."""
 
-    launched: int  # launches that it had made in the loop
+    launched: int  # launches in the loop
     without_exception: bool
-    ordered: int  # batches that its planning thread was told to plan
+    ordered: int  # batches that its planning thread was ordered to plan
     why: str
 
 
 class RankSync:
-    """Compares the ranks' status over connections of its own: whether all are the same takes log2(ranks) messages, and
-    where they are not, what each is takes a gather over a group of its own."""
+    """Compares the ranks' status. If all are the same, this takes log2(ranks) messages over sockets; if not, a gather
+    over a group of its own."""
 
     def __init__(
         self, group: dist.ProcessGroup, new_group: Callable[[], dist.ProcessGroup], timeout: timedelta
     ) -> None:
-        """`group`: to begin with, where nobody else uses it; `new_group`: makes one. Collective."""
+        """`group`: any group of all ranks; `new_group`: makes another. Collective."""
         self._world, self._rank, self._seconds = group.size(), group.rank(), timeout.total_seconds()
         self._key = f"left/{group.group_name}"  # in the store, of the loops of these tables
         self._group: dist.ProcessGroup | None = None
@@ -96,35 +95,34 @@ class RankSync:
         finally:
             self._seconds = before
 
-    def post_left(self, loop: LoopState, exception: str) -> str:
-        """This rank leaves the loop and makes no further launch in it, unless all ranks agree on one. Returns where it
-        was, and why. The store keeps the rank that is furthest behind."""
+    def post_left(self, loop: Loop, exception: str) -> str:
+        """This rank leaves the loop and makes no further launch in it, unless all ranks agree on one. Returns where and
+        why it left. The store keeps the rank that is furthest behind."""
         why = f"rank {self._rank} left its loop at batch {loop.batch_number}{exception and f': {exception}'}"
-        own = LeftRank(loop.launched(), not exception, loop.batches_ordered(), why)
+        own = LeftRank(loop.launched(), not exception, loop.batches_ordered, why)
         key, mine = f"{self._key}/{loop.number}", json.dumps(own)
         found = first_reason(key, mine) if self._world > 1 else mine
         while found != mine and own[:2] < LeftRank(*json.loads(found))[:2]:
             found = first_reason(key, mine, instead_of=found)
         return why
 
-    def _left(self, loop: LoopState) -> LeftRank | None:
+    def _left(self, loop: Loop) -> LeftRank | None:
         posted = first_reason(f"{self._key}/{loop.number}") if self._world > 1 else ""
         return LeftRank(*json.loads(posted)) if posted else None
 
-    def why_left(self, loop: LoopState) -> str:
-        """The exception by which a rank has left the loop, or the place where it did so before a launch that this rank
-        has made; "" if none has."""
+    def why_left(self, loop: Loop) -> str:
+        """Why a rank left the loop: by an exception, or before a launch that this rank has made; "" if none did."""
         left = self._left(loop)
         return "" if left is None or (left.without_exception and left.launched >= loop.launched()) else left.why
 
-    def why_unplanned(self, loop: LoopState, number: int) -> str:
-        """Why batch `number` will never be planned with all ranks; "" if it may be."""
+    def why_unplanned(self, loop: Loop, number: int) -> str:
+        """Why batch `number` will never be planned by all ranks; "" if it may be."""
         left = None if loop.closed else self._left(loop)
         return "" if left is None or left.ordered > number else left.why
 
-    def release_wait(self, loop: LoopState) -> None:
-        """End this rank's wait for a launch if a rank has left the loop without making it. From another thread; never
-        raises."""
+    def release_wait(self, loop: Loop) -> None:
+        """End this rank's wait for a launch if a rank has left the loop without making it. Called in another thread;
+        never raises."""
         work = launch_record.awaited
         if work is None or loop.closed:
             return
@@ -132,24 +130,24 @@ class RankSync:
             if loop.launched(work.number) > left.launched:
                 distributed.hang_up(work.group)
 
-    def synchronize(self, loop: LoopState, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
-        """Return where this rank may do `action`; raise where it may not. Pending gradients are applied if some rank
-        needs that. Every rank calls this at the same place, with its innermost loop."""
+    def synchronize(self, loop: Loop, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
+        """Returns if this rank may do `action`, else raises. Applies pending gradients if some rank needs that. Every
+        rank calls this at the same place, with its innermost loop."""
         while True:
             statuses = self._compare(loop, self._status(loop, action, received))
             if self._may_go_on(loop, action, statuses):
                 return statuses
-            # Another rank wanted the flush alone (state_dict on one rank); it is done, now this rank's own action.
+            # Another rank wanted only the flush (state_dict on one rank). It is done; now this rank's own action.
 
-    def _may_go_on(self, loop: LoopState, action: Action, statuses: list[RankStatus]) -> bool:
-        """Raises where this rank may not do `action`; False where it is to ask again."""
+    def _may_go_on(self, loop: Loop, action: Action, statuses: list[RankStatus]) -> bool:
+        """Raises if this rank may not do `action`; False if it is to synchronize again."""
         if action == Action.TRAIN and _all_fine(statuses):
             loop.batches_behind = 0
             return True
         actions = {s.action for s in statuses}
         same_place = len({(s.loop, s.pending) for s in statuses}) == 1
         planning_failed = any(s.planning_failed for s in statuses)
-        loop.batches_behind = max(s.ordered for s in statuses) - loop.batches_ordered()
+        loop.batches_behind = max(s.ordered for s in statuses) - loop.batches_ordered
         loop.planning_group_failed |= planning_failed
         if Action.CLOSE in actions:
             loop.closed = True
@@ -167,15 +165,16 @@ class RankSync:
                 log.warning("freescale: %s", describe_difference(statuses))
                 return True
             if same_place and planning_failed:
-                raise RuntimeError(f"freescale: {loop.why_planning_failed()}")
+                assert loop.thread is not None
+                raise RuntimeError(f"freescale: {loop.thread.why_failed()}")
             why = self.why_left(loop) if Action.CLOSE in actions else ""
             raise RuntimeError(f"freescale: {describe_difference(statuses)}{why and f' ({why})'}")
         return action == Action.FLUSH or Action.FLUSH not in actions
 
-    def _status(self, loop: LoopState, action: Action, received: int) -> RankStatus:
+    def _status(self, loop: Loop, action: Action, received: int) -> RankStatus:
         """Where this rank is. Raises if its loop has ended or failed."""
         if loop.closed:
-            raise RuntimeError("freescale: this LookaheadLoader's loop has ended: the ranks were not at the same place")
+            raise RuntimeError("freescale: this LookaheadLoader's loop has ended: ranks were out of step")
         if loop.failure is None and not dist.is_initialized():
             loop.fail("the process group is gone")
         if loop.failure is not None:
@@ -188,23 +187,21 @@ class RankSync:
             pending=loop.pending,
             incomplete=loop.incomplete,
             received=received,
-            planning_failed=loop.planning_failed(),
-            ordered=loop.batches_ordered(),
+            planning_failed=loop.planning_failed,
+            ordered=loop.batches_ordered,
             written=loop.tables_written,
         )
 
-    def _compare(self, loop: LoopState, own: RankStatus) -> list[RankStatus]:
+    def _compare(self, loop: Loop, own: RankStatus) -> list[RankStatus]:
         try:
             with launch_record.record_host_wait(MEETING):
                 said = self._gather(own)
         except Exception as error:
-            self._leave()
-            loop.fail(
-                f"the other ranks did not come to the same place within {self._seconds:g} s, or are gone: {error}"
-            )
+            self._disconnect()
+            loop.fail(f"the other ranks did not arrive within {self._seconds:g} s, or have exited: {error}")
             self.failure = loop.failure
             raise RuntimeError(f"freescale: {self.failure}") from error
-        # Nearly always all say the same: then it is one and the same object for all of them, however many they are.
+        # In most steps all ranks say the same, and one object serves for all of them.
         first = RankStatus(*said[0])
         return [first if s is said[0] or s == said[0] else RankStatus(*s) for s in said]
 
@@ -216,8 +213,8 @@ class RankSync:
         assert self._group is not None
         return distributed.gather_ints(own, self._group, timedelta(seconds=self._seconds))
 
-    def _leave(self) -> None:
-        """The others are not to wait for this rank."""
+    def _disconnect(self) -> None:
+        """The other ranks fail at once instead of waiting for this one."""
         if self._mesh is not None:
             self._mesh.give_up()
             self._mesh.hang_up()
@@ -226,13 +223,13 @@ class RankSync:
 
 
 def _all_fine(statuses: list[RankStatus]) -> bool:
-    """All say the same, and nothing is wrong with it: so it nearly always is."""
+    """All ranks say the same, and no action is needed: the fast path."""
     first = statuses[0]
     all_same = all(s is first for s in statuses)
     return all_same and first.incomplete < 0 and not first.planning_failed and not first.written
 
 
-def _raise_if_incomplete(loop: LoopState, statuses: list[RankStatus]) -> None:
+def _raise_if_incomplete(loop: Loop, statuses: list[RankStatus]) -> None:
     ranks = [rank for rank, s in enumerate(statuses) if s.incomplete >= 0]
     if not ranks:
         return
@@ -241,11 +238,11 @@ def _raise_if_incomplete(loop: LoopState, statuses: list[RankStatus]) -> None:
         f"{_list_ranks(ranks)}: the backward pass of step {statuses[ranks[0]].incomplete} has applied some of its "
         "gradients to the tables and lost the others: something in it raised (a gradient hook?), or it was asked for "
         "the gradients of some tensors only (torch.autograd.grad, backward(inputs=...)), or a backward pass of another "
-        "step came in between. Under a LookaheadLoader, call loss.backward(); this loop is over",
+        "step ran in between. Under a LookaheadLoader, call loss.backward(); this loop is over",
     )
 
 
-def _refuse_order(loop: LoopState, written: list[int], statuses: list[RankStatus]) -> None:
+def _refuse_order(loop: Loop, written: list[int], statuses: list[RankStatus]) -> None:
     pending = max(s.pending for s in statuses)
     _end_everywhere(
         loop,
@@ -255,13 +252,13 @@ def _refuse_order(loop: LoopState, written: list[int], statuses: list[RankStatus
     )
 
 
-def _end_everywhere(loop: LoopState, reason: str) -> None:
+def _end_everywhere(loop: Loop, reason: str) -> None:
     loop.fail(reason, known_to_all=True)
     raise RuntimeError(f"freescale: {reason}")
 
 
 def require_expected_batch(statuses: list[RankStatus]) -> None:
-    """Every rank is about to train on the batch that its loader handed out last, which is the same for all."""
+    """Every rank must be about to train on the batch that its loader yielded last, the same on all ranks."""
     first = statuses[0]
     for rank, s in enumerate(statuses):
         if (rank and s is first) or (s.batch >= 0 and not s.used and s.received in (s.batch, UNKNOWN_BATCH)):
@@ -269,18 +266,18 @@ def require_expected_batch(statuses: list[RankStatus]) -> None:
         if s.batch < 0 or s.used:
             expected = f"batch {s.batch + 1}, which has not been taken from the loader yet"
         else:
-            expected = f"batch {s.batch}, which the loader handed out last"
+            expected = f"batch {s.batch}, which the loader yielded last"
         if s.received == CHANGED_BATCH:
             raise RuntimeError(
                 f"freescale: rank {rank}: the ids or lengths of batch {s.batch} were changed in place after the "
                 "LookaheadLoader had planned them. Change them in the loader that it wraps, or in a copy"
             )
         if s.received < 0:
-            received = "a batch that did not come from the loader"
+            received = "a batch that is not from the loader"
         else:
             received = f"batch {s.received} again" if s.received == s.batch else f"batch {s.received}, out of order"
         raise RuntimeError(
-            f"freescale: rank {rank}: the model expected {expected}; what came is {received}. Pass each batch of a "
+            f"freescale: rank {rank}: the model expected {expected}; it received {received}. Pass each batch of a "
             "LookaheadLoader to the model once, in order; evaluate other batches under torch.no_grad()"
         )
     if any(s is not first and s.batch != first.batch for s in statuses):
@@ -299,7 +296,7 @@ def describe_difference(statuses: list[RankStatus]) -> str:
     for rank, s in enumerate(statuses):
         ranks_by_place.setdefault(describe(s), []).append(rank)
     places = "; ".join(f"{_list_ranks(ranks)}: {place}" for place, ranks in ranks_by_place.items())
-    return f"the ranks are not at the same place: {places}"
+    return f"ranks are out of step: {places}"
 
 
 def _list_ranks(ranks: list[int]) -> str:
