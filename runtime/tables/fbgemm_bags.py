@@ -1,4 +1,4 @@
-"""FBGEMM modules that pool, as owners of rows: their tables may differ in width, an exchange serves those of one."""
+"""Row owner for pooling FBGEMM modules. Their tables may differ in width; one exchange handles one width."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BATCHES = 20  # before a warning
 
 
 class FbgemmBags(FbgemmTable):
-    """The rows that this rank owns in `tables` of one FBGEMM module, one after the other, or none of them."""
+    """The rows that this rank owns in `tables` of one FBGEMM module, concatenated; no rows if `emb` is None."""
 
     pooled = True
-    ranks_per_table = 1  # the most that hold rows of one table
+    ranks_per_table = 1  # max ranks that hold rows of one table
 
     def __init__(
         self, emb: Any, descriptions: list[str], dim: int, device: torch.device, world_size: int,
@@ -34,19 +34,19 @@ class FbgemmBags(FbgemmTable):
             return
         specs, table_of = fbgemm.rows_and_dims(emb), fbgemm.table_of_each_feature(emb)
         self._all_tables = len(tables) == len(specs)
-        self._counts_lookups = self._is_adam and 0 in tables  # one of those that share the module
+        self._counts_lookups = self._is_adam and 0 in tables  # one of the exchanges that share the module
         elements = torch.tensor([0, *(rows * width for rows, width in specs)]).cumsum(0)
         self._first_elements = elements[tables].to(device)
         self._first_rows = torch.tensor([0, *(rows for rows, _ in specs)]).cumsum(0)[tables].to(device)
         self._table_starts = torch.tensor([0, *(specs[t][0] for t in tables)]).cumsum(0).to(device)
-        # All rows of a table go in through its first feature.
+        # Rows of a table are looked up through its first feature.
         self._features = [table_of.index(t) for t in tables]
         self._feature_count = len(table_of)
         self._first_outputs = [sum(specs[t][1] for t in table_of[:feature]) for feature in self._features]
 
     @property
     def weight(self) -> torch.Tensor:
-        """Of some of several tables, a view with a row at every element: see `gather`."""
+        """For a subset of the module's tables, a view with a row starting at every element: see `gather`."""
         if self.emb is None or self._all_tables:
             return super().weight
         flat = fbgemm.flat_weight(self.emb).detach()
@@ -63,16 +63,16 @@ class FbgemmBags(FbgemmTable):
         return table, rows - self._table_starts[table]
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """FBGEMM's own fused optimizer, through its public lookup: bags of one row, and one gradient for each.
+        """Run FBGEMM's fused optimizer through its public lookup: one bag and one gradient per row.
 
-        A bag has a place for every feature, so there are as many bags as the table with most rows has.
+        A batch has a bag for every feature, so the bag count is the largest row count of any table.
         """
         if self.emb is None:
             return
         if self._is_adam:
             self._apply_adam(rows, grads)
             return
-        ends = torch.searchsorted(rows, self._table_starts).tolist()  # waits for the device
+        ends = torch.searchsorted(rows, self._table_starts).tolist()  # host sync
         counts = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
         if max(counts) == 0:
             return

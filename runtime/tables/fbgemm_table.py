@@ -1,8 +1,8 @@
-"""FBGEMM's table-batched embeddings as the owner of rows: storage, optimizer, and which of them are supported.
+"""Row owner backed by FBGEMM's table-batched embeddings: storage, optimizer, and which configurations are supported.
 
-On a GPU the optimizer's step is one kernel of ours on FBGEMM's storage, with FBGEMM's formulas. Weight decay and
-max_norm, rows of float16 (which FBGEMM rounds in its own way), and everything on the CPU, are FBGEMM's own. Adam is
-ours everywhere: FBGEMM would count a late update as a step, and has no Adam on the CPU.
+On a GPU our kernel applies the optimizer to FBGEMM's storage, with FBGEMM's formulas. FBGEMM itself handles weight
+decay, max_norm, float16 rows (with its own rounding) and everything on the CPU. Adam is always ours: FBGEMM would count
+a late update as a step, and has no Adam on the CPU.
 """
 
 from __future__ import annotations
@@ -14,33 +14,32 @@ import torch
 from freescale.compat import dynamo, fbgemm
 from freescale.kernels import row_kernels
 
-# Their updates depend on a row, its gradient, settings and the number of the step alone. The others look at more.
-# The names that our kernels have for them.
+# FBGEMM's names to our kernels' names. Updates depend only on the row, its gradient, the settings and the step count.
 OPTIMIZERS = {"exact_sgd": "sgd", "exact_adagrad": "adagrad", "exact_row_wise_adagrad": "rowwise_adagrad"}
 ADAM = ("adam", "partial_row_wise_adam")
 
 
 class FbgemmTable:
-    """The rows that this rank owns in one FBGEMM module (its tables one after the other), or none of them."""
+    """The rows that this rank owns in one FBGEMM module (its tables concatenated); no rows if `emb` is None."""
 
-    pooled = False  # are its features?
-    row_dtype = torch.float32  # of rows that travel, and of their gradients, as of FBGEMM's own, whatever it stores
+    pooled = False  # whether its features are pooled
+    row_dtype = torch.float32  # of sent rows and of their gradients; FBGEMM also returns float32 for any storage type
 
     def __init__(
         self, emb: Any, descriptions: list[str], dim: int, device: torch.device, world_size: int
     ) -> None:
-        # descriptions: table and feature of each entry, for errors
+        # descriptions: table and feature of each entry, for error messages
         self.emb, self.descriptions, self.dim, self.world_size = emb, descriptions, dim, world_size
         self._no_rows = torch.empty(0, dim, dtype=self.row_dtype, device=device)
         if emb is None:
             return
         table_rows = [rows for rows, _ in fbgemm.rows_and_dims(emb)]
         self._table_starts = torch.tensor([0, *table_rows]).cumsum(0).to(device)
-        # FBGEMM wants its indices per feature; a table's rows all go in through its first feature.
+        # FBGEMM expects indices per feature; rows of a table go in through its first feature.
         table_of = fbgemm.table_of_each_feature(emb)
         first_features = [table_of.index(t) for t in range(len(table_rows))]
         tables_before = [sum(first < f for first in first_features) for f in range(len(table_of) + 1)]
-        self._tables_before = torch.tensor(tables_before, device=device)  # each feature, and the end
+        self._tables_before = torch.tensor(tables_before, device=device)  # before each feature, and in total
         self._is_adam = emb.optimizer.value in ADAM
         self._counts_lookups = self._is_adam
 
@@ -63,9 +62,9 @@ class FbgemmTable:
         return torch.ops.freescale.pack_rows.default(self.weight, rows).to(self.row_dtype)
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """FBGEMM's own fused optimizer, through its public lookup: one index per row, one gradient each.
+        """Run FBGEMM's fused optimizer through its public lookup: one index and one gradient per row.
 
-        Nothing here waits for the device: rows ascend, so where each table's begin is a search in them.
+        No host sync: rows are ascending, so searchsorted finds where each table starts.
         """
         if self.emb is None:
             return
@@ -82,7 +81,7 @@ class FbgemmTable:
     def sum_and_update(
         self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
     ) -> None:
-        """As apply_update with the sums of sum_rows. A row comes at most once from each rank."""
+        """apply_update with the sums of sum_rows. Each rank sends a row at most once."""
         if self.emb is None:
             return
         if self._is_adam or self.weight.dtype != self.row_dtype or not fbgemm.plain_step(self.emb):
@@ -134,30 +133,30 @@ class FbgemmTable:
 
 
 def unsupported_reason(emb: Any) -> str | None:
-    """The first reason to leave a module to TorchRec; None if it is supported."""
+    """The first reason why TorchRec must keep a module; None if it is supported."""
     if fbgemm.in_unified_memory(emb):
         return "their rows are in unified memory"
     if fbgemm.on_host_and_device(emb):
         return "their rows are spread over host and device"
     if emb.optimizer.value not in (*OPTIMIZERS, *ADAM):
-        return f"their optimizer is {emb.optimizer.value}; freescale serves {', '.join((*OPTIMIZERS, *ADAM))}"
+        return f"their optimizer is {emb.optimizer.value}; freescale supports {', '.join((*OPTIMIZERS, *ADAM))}"
     if emb.optimizer.value in ADAM and (reason := _unsupported_adam(emb)) is not None:
         return reason
     if fbgemm.decay_depends_on_history(emb):
-        return "their weight decay depends on when a row was seen last"
+        return "their weight decay depends on when a row was last seen"
     if emb.optimizer_args.gradient_clipping:
         return "FBGEMM clips the gradients of single values (gradient_clipping)"
     weight = fbgemm.flat_weight(emb)
-    if weight.dtype != fbgemm.row_type(emb):  # FBGEMM was told another type than it holds
-        return f"their rows were turned into {weight.dtype}"
+    if weight.dtype != fbgemm.row_type(emb):  # FBGEMM was configured with another type
+        return f"their rows were converted to {weight.dtype}"
     if weight.dtype != torch.float32 and emb.optimizer.value in ADAM:
-        return f"their rows are {weight.dtype}, and freescale's Adam is for float32"
+        return f"their rows are {weight.dtype}, and freescale's Adam supports only float32"
     if emb.output_dtype != fbgemm.FLOAT32:
         return "their output is not float32 (output_dtype)"
     specs = fbgemm.rows_and_dims(emb)
     one_width = len({dim for _, dim in specs}) == 1 or fbgemm.pools(emb)
     if not one_width or weight.numel() != sum(rows * dim for rows, dim in specs):
-        return "FBGEMM does not store their rows one after the other"
+        return "FBGEMM does not store their rows contiguously"
     return None
 
 

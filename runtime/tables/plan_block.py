@@ -1,8 +1,8 @@
-"""The plans of a batch in one piece of memory, with the tensors of the batch: two copies bring them to the device.
+"""The plans of a batch and the batch's tensors in one block of memory: two copies upload them to the device.
 
-The planning thread fills a block, without Python's lock. The training thread brings it to the device, on its own
-stream: that takes it less time than to wait for the lock while another thread does it. For the same reason it is the
-training thread that finds out which pinned memory can be used again.
+The planning thread fills a block without the GIL. The training thread uploads it on its own stream, which is faster
+than waiting for the GIL while another thread does it. For the same reason the training thread checks which pinned
+memory is free again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from freescale.runtime import batch_structure
 from freescale.runtime.batch_structure import BatchEvent
 
 _ELEMENT = 8  # bytes of int64
-SMALL_BYTES = 16384  # a tensor of the batch that is not larger may well be kept: see PlanBlock
+SMALL_BYTES = 16384  # a loop may keep batch tensors up to this size: see PlanBlock
 
 
 class PinnedMemory:
-    """Pinned memory of the host, used again when the device has read it. (torch's own cache of pinned memory looks for
-    what can be used again when some is asked for: that is in the planning thread.)"""
+    """Pinned host memory, reused once the device has read it.
+
+    torch's own pinned-memory cache checks for reusable blocks on allocation, which would be in the planning thread.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,7 +39,7 @@ class PinnedMemory:
         self._being_read: deque[tuple[torch.Tensor, Any]] = deque()
 
     def take(self, elements: int) -> torch.Tensor:
-        """In the planning thread."""
+        """Called by the planning thread."""
         while self._idle:
             memory = self._idle.popleft()
             if memory.shape[0] >= elements:
@@ -45,13 +47,15 @@ class PinnedMemory:
         return torch.empty(1 << (elements - 1).bit_length(), dtype=torch.int64, pin_memory=True)
 
     def upload(self, memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """In the training thread: the memory, up to the sum of `sizes`, as tensors of these sizes on the device. The
-        current stream copies it; then it is given back."""
+        """Upload the first sum(sizes) elements as device tensors of these sizes, on the current stream.
+
+        Called by the training thread. The memory is reused after the copy.
+        """
         driver = cuda_driver.driver_of(self._device)
         stream, address = driver.current_stream(), memory.data_ptr()
         if self._being_read and driver.is_done(self._being_read[0][1]):
             self._idle.append(self._being_read.popleft()[0])
-        # Not by `Tensor.to`: to find out what it is to do takes it longer than to do it.
+        # Not `Tensor.to`: its dispatch takes longer than the copy.
         uploaded = [torch.empty(size, dtype=torch.int64, device=self._device) for size in sizes]
         for target in filter(torch.Tensor.numel, uploaded):
             driver.upload(target.data_ptr(), address, target.nbytes, stream)
@@ -61,17 +65,21 @@ class PinnedMemory:
 
 
 class PlanBlock:
-    """`elements`: room for plans. `pinned`: where its memory comes from, with a GPU. `tensors`: of the batch, on the
-    CPU, contiguous; without a GPU there are none, since they stay where they are.
+    """Memory for the plans of one batch, and on a GPU for the batch's tensors.
 
-    On the device small tensors of the batch are apart from all else: a loop may keep labels for a whole epoch, and
-    whoever keeps a tensor keeps all that is in one piece of memory with it."""
+    elements: room for plans.
+    pinned: allocator of the host memory, with a GPU.
+    tensors: contiguous CPU tensors of the batch; empty without a GPU, where they stay in place.
+
+    Small tensors of the batch get their own device memory. A loop may keep labels for a whole epoch, and a tensor keeps
+    alive all memory that it shares.
+    """
 
     def __init__(
         self, elements: int, pinned: PinnedMemory | None = None, tensors: Sequence[torch.Tensor] = ()
     ) -> None:
         self._pinned = pinned
-        # In memory come the small tensors, the large ones, the plans. Places are elements.
+        # Layout: small tensors, large tensors, plans. Offsets are in elements.
         nbytes = [t.nbytes for t in tensors]
         self._order = sorted(range(len(tensors)), key=lambda i: nbytes[i] > SMALL_BYTES)
         self._tensors = [tensors[i] for i in self._order]
@@ -79,8 +87,8 @@ class PlanBlock:
         sizes = (-(-nbytes[i] // (_ELEMENT * ALIGNMENT)) * ALIGNMENT for i in self._order)
         *self._places, self._first = itertools.accumulate(sizes, initial=0)
         self._small_end = (*self._places, self._first)[self._n_small]
-        self._small: torch.Tensor | None = None  # on the device, once they are there: the small tensors,
-        self._memory: torch.Tensor | None = None  # and all else
+        self._small: torch.Tensor | None = None  # on the device after upload: the small tensors,
+        self._memory: torch.Tensor | None = None  # and everything else
         self._used = 0
         self._read_plans: Callable[[], list[PlannedExchange]] = list
         self.make_room(elements)
@@ -88,7 +96,7 @@ class PlanBlock:
     # -- the planning thread -------------------------------------------------------------------------------------
 
     def make_room(self, elements: int) -> None:
-        """Of plans. What is in the block is lost."""
+        """Allocate room for plans. Discards the block's contents."""
         whole = self._first + elements
         self._host: torch.Tensor | None = None
         if self._pinned is None:
@@ -102,7 +110,7 @@ class PlanBlock:
         self.room = Room(address + _ELEMENT * self._first, elements, copies)
 
     def fill(self, plan: Callable[[Room], Planned]) -> None:
-        """`plan` writes into the room that it gets."""
+        """Call `plan` to write into the block's room."""
         self._used, self._read_plans = plan(self.room)
 
     # -- the training thread -------------------------------------------------------------------------------------
@@ -112,7 +120,7 @@ class PlanBlock:
         return self._read_plans()
 
     def upload(self) -> None:
-        """On the current stream of the device, once."""
+        """Copy to the device once, on its current stream."""
         if self._host is not None:
             assert self._pinned is not None
             sizes = self._small_end, self._first - self._small_end + self._used
@@ -120,14 +128,14 @@ class PlanBlock:
             self._host = None
 
     def arrays(self, extents: Extents) -> list[torch.Tensor]:
-        """Arrays of the plans, as tensors on the device."""
-        if self._memory is None:  # it is on the CPU, without tensors of the batch
+        """Arrays of the plans as device tensors."""
+        if self._memory is None:  # on the CPU there are no tensors of the batch
             self._memory = torch.from_numpy(self._array)
         first = self._first - self._small_end
         return [detached(self._memory, first + extent.offset, extent.size) for extent in extents]
 
     def unpack(self, batch: Any) -> Any:
-        """The batch with its tensors on the device."""
+        """Return the batch with its tensors on the device."""
         if not self._tensors:
             return batch
         assert self._small is not None and self._memory is not None
@@ -140,17 +148,17 @@ class PlanBlock:
 
 
 def detached(memory: torch.Tensor, first: int, size: int) -> torch.Tensor:
-    """A part of the memory as a tensor that is no view, so that a write to another part does not count as one to this.
+    """A slice of the memory that autograd does not track as a view, so a write elsewhere does not bump its version.
     It keeps the memory alive."""
     return from_dlpack(to_dlpack(memory[first : first + size]))
 
 
 def packable_tensors(leaves: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
-    """Of a batch's leaves, the tensors that go to the device in a block."""
+    """The tensors among a batch's leaves that are uploaded in a block."""
     if device.type == "cpu":
         return []
     tensors = [t for t in leaves if _is_packable(t)]
-    return [t if t.is_contiguous() else t.contiguous() for t in tensors]  # an op would give Python's lock away
+    return [t if t.is_contiguous() else t.contiguous() for t in tensors]  # calling .contiguous() would release the GIL
 
 
 def _is_packable(x: Any) -> bool:
@@ -164,7 +172,7 @@ def _replace_packable(batch: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def move_others(batch: Any, device: torch.device) -> tuple[Any, BatchEvent | None]:
-    """The batch with all that is not packable on the device, and what to wait for before it is used."""
+    """Move everything that is not packable to the device. Also return the event to wait for before using the batch."""
     if device.type == "cpu":
         return batch, None
     batch = _move_others(batch, device)

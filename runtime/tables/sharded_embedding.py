@@ -1,4 +1,4 @@
-"""Sharded tables in torch alone, for where FBGEMM has no build. Optimizer formulas are FBGEMM's exact ones."""
+"""Sharded tables in plain torch, for platforms without FBGEMM. Optimizer formulas match FBGEMM's exact optimizers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class _Table(NamedTuple):
 
 
 class NativeTables(nn.Module):
-    """Tables of one width and one optimizer, spread over the ranks of a process group, with one exchange for all.
+    """Tables of one width and one optimizer, sharded over the ranks of a process group, that share one exchange.
 
-    The table has no `.grad` and is not among the module's parameters: the backward pass updates it. A rank's part of
-    all tables is one tensor, table after table.
+    The weight has no `.grad` and is not a parameter: the backward pass updates it. A rank's rows of all tables are one
+    tensor, concatenated by table.
     """
 
     weight: torch.Tensor
     momentum: torch.Tensor
-    squares: torch.Tensor  # of Adam alone
+    squares: torch.Tensor  # Adam only
     steps: torch.Tensor
 
     def __init__(
@@ -66,7 +66,7 @@ class NativeTables(nn.Module):
             legal = ", ".join(OPTIMIZERS)
             raise ValueError(f"freescale: optimizer must be one of {legal}, found {optimizer!r}")
         if weight_decay and optimizer not in ADAM:
-            raise ValueError(f"freescale: weight_decay is for {' and '.join(ADAM)}, not for {optimizer}")
+            raise ValueError(f"freescale: weight_decay requires {' or '.join(ADAM)}, found {optimizer}")
         for table in tables:
             if table.rows < 1 or embedding_dim < 1:
                 raise ValueError(f"freescale: table {table.name!r} is empty: {table.rows} x {embedding_dim}")
@@ -80,7 +80,7 @@ class NativeTables(nn.Module):
         mine = [s for s in self.shards if s.owner == self._rank]
         local = torch.empty(sum(s.rows for s in mine), embedding_dim, dtype=dtype, device=device)
         for shard in mine:
-            seed = initial_rows.draw_seed()  # on the meta device too, so that what is drawn next is the same
+            seed = initial_rows.draw_seed()  # on the meta device too, so that later draws are the same
             if not local.is_meta:
                 part = local[shard.base : shard.base + shard.rows]
                 initial_rows.fill_uniform(part, shard.first, tables[shard.table].rows ** -0.5, seed)
@@ -96,23 +96,23 @@ class NativeTables(nn.Module):
         if self.optimizer in ADAM:
             self.register_buffer("momentum", local.new_zeros(local.shape))
             self.register_buffer("squares", local.new_zeros(shape))
-            # on the CPU wherever the rows are: an update reads it
+            # always on the CPU: the update reads it on the host
             self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device="cpu"))
         else:
             self.register_buffer("momentum", local.new_zeros(shape))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy."""
+        """State for a copy."""
         self._exchange.before_read()
         return super().__getstate__()
 
     def count_step(self) -> None:
-        """A step begins to update rows. What is updated late belongs to it, too."""
+        """Count a step that starts to update rows. Its late updates belong to it too."""
         if self.optimizer in ADAM:
             self.steps += 1
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> NativeTables:
-        """`double()`, `to(device)` and the like."""
+        """Called by `double()`, `to(device)` etc."""
         super()._apply(fn, recurse)
         if self.optimizer in ADAM:
             self.steps = self.steps.cpu()
@@ -131,7 +131,7 @@ class NativeTables(nn.Module):
         return (self.weight, self.momentum, *((self.squares,) if self.optimizer in ADAM else ()))
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return row_kernels.pack_rows(self.weight, rows)  # without the op around it, which takes as long as its launch
+        return row_kernels.pack_rows(self.weight, rows)  # not the op: its overhead equals the kernel launch
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
         if self.optimizer in ADAM:
@@ -146,7 +146,7 @@ class NativeTables(nn.Module):
     def sum_and_update(
         self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
     ) -> None:
-        """As apply_update with the sums of sum_rows. A row comes at most once from each rank."""
+        """apply_update with the sums of sum_rows. Each rank sends a row at most once."""
         if self.optimizer in ADAM:
             self.apply_update(rows, torch.ops.freescale.sum_rows.default(grad, order, ends))
             return
@@ -161,23 +161,23 @@ class NativeTables(nn.Module):
         return f"table {table.name!r}, which has {table.rows} rows"
 
 
-module_state.leave_buffers_out_of_ddp(NativeTables)  # it would send rank 0's rows to all ranks, in every forward
+module_state.leave_buffers_out_of_ddp(NativeTables)  # DDP would broadcast rank 0's rows in every forward
 
 
 class ShardedEmbedding(NativeTables):
-    """An embedding table whose rows are spread over the ranks of a process group.
+    """An embedding table whose rows are sharded over the ranks of a process group.
 
-    `forward(ids)` takes any 1-D integer tensor and returns its rows; the backward pass updates the table, as
-    TorchRec's fused tables do, so the table has no `.grad` and is not among the module's parameters.
+    `forward(ids)` takes any 1-D integer tensor and returns its rows. The backward pass updates the table, as in
+    TorchRec's fused tables, so the table has no `.grad` and is not a parameter.
 
     sharding: "row_wise" (equal blocks of rows) or "table_wise" (all rows on rank `owner`).
     gradient_division: divide gradients by the number of ranks, as TorchRec does by default.
-    optimizer: "sgd", "adagrad", "rowwise_adagrad", "adam" or "partial_rowwise_adam"; `betas` and `weight_decay` (Adam's
-        decoupled one, of the rows that are looked up) are for the last two, which count steps for the table as a whole.
+    optimizer: "sgd", "adagrad", "rowwise_adagrad", "adam" or "partial_rowwise_adam". `betas` and `weight_decay`
+        (decoupled, applied to looked-up rows) are for the two Adam variants, which count steps per table.
 
-    Values begin uniform between -1/sqrt(num_embeddings) and 1/sqrt(num_embeddings). Each rank makes its own rows alone.
-    They follow from one number of torch's CPU generator: with the same `torch.manual_seed` on all ranks, a table begins
-    with the same numbers on any number of ranks, however it is sharded, and on any device.
+    Initial values are uniform between -1/sqrt(num_embeddings) and 1/sqrt(num_embeddings). Each rank draws only its own
+    rows, seeded by one draw from torch's CPU generator. With the same `torch.manual_seed` on all ranks, a table has the
+    same initial values for any number of ranks, sharding and device.
     The learning rate is the attribute `lr` and may be changed at any time.
     """
 
@@ -214,19 +214,19 @@ class ShardedEmbedding(NativeTables):
 
 
 class ShardedEmbeddingCollection(NativeTables):
-    """Several tables of one width and one optimizer, which share an exchange: all their rows travel together.
+    """Several tables of one width and one optimizer that share one exchange.
 
-    `forward(ids)` takes the 1-D ids of each feature by name, as {feature: ids}, and returns {feature: rows}; what else
-    is in `ids` is left alone, so a whole batch may be given. A model that looks up many tables of one width sends a few
-    larger messages instead of many small ones, and each step has one exchange to launch and to wait for.
+    `forward(ids)` takes 1-D ids per feature, {feature: ids}, and returns {feature: rows}. It ignores other entries of
+    `ids`, so the caller may pass a whole batch. Compared with one exchange per table, this sends a few large messages
+    instead of many small ones, and each step launches and waits for one exchange.
 
-    tables: how many rows each table has, as {table: rows}.
-    features: which table each feature looks up, as {feature: table}; by default a table has a feature of its name.
-    sharding: "row_wise" or "table_wise", for all tables or as {table: sharding}. Of tables that are table-wise, the
-        first is all on rank 0, the next on rank 1 and so on, around.
+    tables: rows per table, {table: rows}.
+    features: table per feature, {feature: table}; by default each table has one feature of the same name.
+    sharding: "row_wise" or "table_wise", for all tables or as {table: sharding}. Table-wise tables go to ranks
+        round-robin, starting at rank 0.
 
-    Everything else is as in `ShardedEmbedding`: with the same seed, the tables begin with the same numbers as if each
-    was made by itself, in this order.
+    All else is as in `ShardedEmbedding`. With the same seed, initial values are the same as for separate tables created
+    in this order.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class ShardedEmbeddingCollection(NativeTables):
         if missing := [n for n in names if n not in features.values()]:
             raise ValueError(f"freescale: no feature of {name!r} looks up the table {missing[0]!r}")
         if missing := [n for n in names if n not in of_each]:
-            raise ValueError(f"freescale: sharding says nothing of the table {missing[0]!r}")
+            raise ValueError(f"freescale: sharding has no entry for table {missing[0]!r}")
         world = (group if group is not None else dist.group.WORLD).size() if dist.is_initialized() else 1  # type: ignore
         by_table = [n for n in names if of_each[n] == "table_wise"]
         owners = {n: i % world for i, n in enumerate(by_table)}
@@ -273,12 +273,12 @@ class ShardedEmbeddingCollection(NativeTables):
         names = self._exchange.features
         for name in names:
             if name not in ids:
-                raise KeyError(f"freescale: {self.name!r} looks up the feature {name!r}, which is not given")
+                raise KeyError(f"freescale: {self.name!r} looks up the feature {name!r}, which is missing in `ids`")
         rows = self._exchange.lookup([ids[name] for name in names], self._divide_by)
         return dict(zip(names, rows, strict=True))
 
     def local_rows(self, table: str) -> torch.Tensor:
-        """This rank's rows of a table, as a view."""
+        """A view of this rank's rows of a table."""
         number = [t.name for t in self._tables].index(table)
         shard = next(s for s in self.shards if s.table == number and s.owner == self._rank)
         return self.weight[shard.base : shard.base + shard.rows]
@@ -289,12 +289,12 @@ class ShardedEmbeddingCollection(NativeTables):
 
 
 def _update_anchor(table: NativeTables, _: object) -> None:
-    """`load_state_dict(assign=True)` brings other tensors: to a table on the meta device, or from a mapped file."""
+    """Needed after `load_state_dict(assign=True)`, which replaces tensors (meta device, mapped files)."""
     table._exchange.update_anchor()
 
 
 def _shards_of_all(tables: Sequence[_Table], world: int) -> list[Shard]:
-    """Of each table in turn, one for each rank; on a rank, they lie one after another."""
+    """One shard per table and rank, ordered by table. A rank's shards are contiguous."""
     bases, shards = [0] * world, []
     for number, table in enumerate(tables):
         for rank, (first, end) in enumerate(_blocks(table, world)):
@@ -304,14 +304,14 @@ def _shards_of_all(tables: Sequence[_Table], world: int) -> list[Shard]:
 
 
 def _blocks(table: _Table, world: int) -> list[tuple[int, int]]:
-    """The first row of each rank, and the one behind its last."""
+    """First row and end row of each rank."""
     rows, owner = table.rows, table.owner
     if table.sharding == "row_wise":
         block = -(-rows // world)
         cuts = [min(r * block, rows) for r in range(world + 1)]
     elif table.sharding == "table_wise":
         if not 0 <= owner < world:
-            raise ValueError(f"freescale: owner {owner} is not a rank of a group of {world}")
+            raise ValueError(f"freescale: owner {owner} is not a rank in a group of {world}")
         cuts = [0 if r <= owner else rows for r in range(world + 1)]
     else:
         raise ValueError(f"freescale: sharding must be row_wise or table_wise, found {table.sharding!r}")

@@ -1,8 +1,8 @@
-"""The plan of one step of one exchange, as tensors on the model's device, and what it hands from step to step.
+"""The plan of one step of one exchange as tensors on the model's device, and the state passed between steps.
 
-Made by the LookaheadLoader; read, inside the graph, by Exchange.lookup. The state that lives between two steps is
-here and nowhere else: `arrived` (rows under way for the step) and `before.grad` (gradients of the step before, still to
-be sent).
+Plans are made by the LookaheadLoader and read inside the graph by Exchange.lookup. All state that lives between two
+steps is here: `arrived` (rows in flight for the step) and `before.grad` (gradients of the previous step that are not
+sent yet).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from freescale.kernels.planning.batch_plan import ExchangeCounts
 
 
 class Counts(NamedTuple):
-    """Rows to and from each rank, [world] each."""
+    """Rows to and from each rank, each [world]."""
 
     send: torch.Tensor
     recv: torch.Tensor
@@ -28,22 +28,23 @@ class Counts(NamedTuple):
 
 @dataclass(eq=False)
 class ValueCounts:
-    """How many values the keys of the batch's KeyedJaggedTensors have, on the host and on the device.
+    """Number of values per key of the batch's KeyedJaggedTensors, on the host and on the device.
 
-    The sizes of `slots` are those of a key and all before it together. So in a graph, what keys in a row have together
-    is a difference of two sizes, not a sum of as many as there are keys. `free_slots`: the same sizes, unbacked in a
-    graph (compat/dynamo_settings.py). `few`: a sequence has no value or one. Torch compiles a graph for each of these
-    sizes, so with N features for up to 3^N combinations, unless they are unbacked.
+    slots: tensors whose sizes are cumulative over keys. In a graph, the total of consecutive keys is then a difference
+        of two sizes rather than a sum of one size per key.
+    free_slots: the same sizes, unbacked in a graph (compat/dynamo_settings.py).
+    few: a sequence has zero values or one. torch.compile specializes on sizes 0 and 1, so N features could cause up to
+        3^N graphs unless sizes are unbacked.
     """
 
     keys: tuple[str, ...]
-    slots: tuple[torch.Tensor, ...]  # nothing but their sizes matters
+    slots: tuple[torch.Tensor, ...]  # only the sizes matter
     free_slots: tuple[torch.Tensor, ...]
     on_device: torch.Tensor | None  # [keys]; None without keys
     few: bool
 
     def of_keys(self, keys: Sequence[str]) -> torch.Tensor:
-        """On the device."""
+        """Counts of these keys on the device."""
         assert self.on_device is not None
         places = [self.keys.index(key) for key in keys]
         if places == list(range(places[0], places[0] + len(places))):
@@ -52,7 +53,7 @@ class ValueCounts:
 
 
 def count_values(by_key: dict[str, int], on_device: torch.Tensor | None, sequences: Iterable[str] = ()) -> ValueCounts:
-    """`sequences`: keys whose rows a model gets as a sequence."""
+    """`sequences`: keys whose rows the model gets as sequences."""
     ends = itertools.accumulate(by_key.values())
     slots = [torch.empty_strided((n,), (0,), dtype=torch.uint8) for n in ends]
     on_device = None if on_device is None else dynamo.mark_static(on_device)
@@ -61,13 +62,13 @@ def count_values(by_key: dict[str, int], on_device: torch.Tensor | None, sequenc
 
 
 class UrgentRows(NamedTuple):
-    rows: torch.Tensor  # the owner's, by requester
+    rows: torch.Tensor  # on the owner, by requester
     send_counts: torch.Tensor  # to requesters
     recv_counts: torch.Tensor  # from owners
 
 
 class OwnerUpdate(NamedTuple):
-    """The owner's unique rows, and where the gradients for each of them are among those that arrive."""
+    """The owner's unique rows, and the positions of each row's gradients among the received ones."""
 
     rows: torch.Tensor
     order: torch.Tensor
@@ -75,7 +76,7 @@ class OwnerUpdate(NamedTuple):
 
 
 class UrgentGradients(NamedTuple):
-    keys: torch.Tensor  # the requester's unique ones
+    keys: torch.Tensor  # unique on the requester
     rows: torch.Tensor  # these three as in OwnerUpdate
     order: torch.Tensor
     ends: torch.Tensor
@@ -85,7 +86,7 @@ class UrgentGradients(NamedTuple):
 
 @dataclass
 class LateGradients:
-    """Gradients that a step left for the next one: `grad` on the requester, the rest to apply them on the owner."""
+    """Gradients deferred to the next step: `grad` on the requester, the rest to apply them on the owner."""
 
     grad: torch.Tensor  # [n, dim]
     update: OwnerUpdate
@@ -97,33 +98,33 @@ class LateGradients:
 
 @dataclass
 class StepPlan:
-    """One batch of one exchange, in chunks: urgent and early rows; urgent and late gradients."""
+    """The plan of one batch for one exchange: urgent and early rows; urgent and late gradients."""
 
-    number: int  # of the batch
-    step: torch.Tensor  # [] the same, for errors of ops
-    ids: torch.Tensor  # the ids that were planned
+    number: int  # batch number
+    step: torch.Tensor  # [] the same as a tensor, for error messages of ops
+    ids: torch.Tensor  # planned ids
     value_counts: ValueCounts  # of the batch
-    inverse: torch.Tensor  # position -> place in (early rows, urgent rows)
-    order: torch.Tensor  # the requester's duplicates, brought together by ascending key
+    inverse: torch.Tensor  # position -> index into (early rows, urgent rows)
+    order: torch.Tensor  # the requester's positions, sorted by key
     ends: torch.Tensor
     urgent: UrgentRows
     early_rows: torch.Tensor
     early_counts: Counts  # to requesters, from owners
-    early_slots: torch.Tensor  # [rows that arrive early]; only its length matters
-    arrived: torch.Tensor  # [same, dim]; launched, not waited for, by the step before
-    # Known once the batch after it is known:
+    early_slots: torch.Tensor  # [early rows]; only its length matters
+    arrived: torch.Tensor  # [early rows, dim]; launched by the previous step, not waited for
+    # Set after the next batch is planned:
     urgent_gradients: UrgentGradients | None = None
-    late_index: torch.Tensor | None = None  # requester's unique keys
-    late_slot: torch.Tensor | None = None  # its gradient will be the late gradients
+    late_index: torch.Tensor | None = None  # into the requester's unique keys
+    late_slot: torch.Tensor | None = None  # the late gradients are the gradient of this slot
     late_hook: Any = None  # called with that gradient: late_gradients.py
     late_update: OwnerUpdate | None = None
     late_counts: Counts | None = None
-    backwards: int = 0  # how many backward passes have handed late gradients over
-    settings: Any = None  # of the table in the backward pass whose late gradients are pending
+    backwards: int = 0  # number of backward passes that produced late gradients
+    settings: Any = None  # table settings at the backward pass whose late gradients are pending
     before: LateGradients | None = None
     next: StepPlan | None = None
-    last: bool = False  # of the loop, on every rank: no gradients are late
-    whole: bool = False  # nothing is early or late: the step is alone
+    last: bool = False  # last step of the loop, on every rank: no late gradients
+    whole: bool = False  # self-contained plan: no early rows, no late gradients
     used: bool = False
     stats: dict[str, int] = field(default_factory=dict)
 
@@ -132,19 +133,19 @@ class StepPlan:
             dynamo.mark_static(counts)
 
     def late_gradients(self) -> LateGradients:
-        """What this step leaves for the next one: nothing unless it had a backward pass."""
-        # Without an update of the step's own its loss does not depend on the table: then what is there are zeros.
+        """What this step defers to the next one; empty if it had no backward pass."""
+        # Without an update of its own, the step's loss does not depend on the table and the gradient is zeros.
         grad = self.late_slot.grad if self.late_slot is not None and self.backwards else None
         if grad is None:
             return no_late_gradients(self)
-        if grad.shape[0] == 0:  # autograd gave it the strides of the slot
+        if grad.shape[0] == 0:  # autograd gave it the slot's strides
             grad = grad.new_empty(0, grad.shape[1])
         assert self.late_update is not None and self.late_counts is not None
         return LateGradients(grad.contiguous(), self.late_update, self.late_counts)
 
 
 def no_late_gradients(p: StepPlan) -> LateGradients:
-    """What a step without a backward pass leaves. `p`: any step of the exchange."""
+    """Late gradients of a step without a backward pass. `p`: any step of the exchange."""
     index = p.arrived.new_empty(0, dtype=torch.int64)
     zeros = Counts(*(dynamo.mark_static(torch.zeros_like(p.urgent.send_counts)) for _ in range(2)))
     update = OwnerUpdate(index, index.clone(), index.clone())
@@ -158,11 +159,11 @@ def plan_rows(
     number: int, arrays: Sequence[torch.Tensor], value_counts: ValueCounts, counts: ExchangeCounts, urgent_entries: int,
     anchor: torch.Tensor, whole: bool = False,
 ) -> StepPlan:  # fmt: skip
-    """The forward half. `arrays`: as batch_plan.ROWS_ARRAYS, `anchor`: of the table's type and device. `whole`: nothing
-    is early, and no graph sees the tensors of what is."""
+    """The forward half. `arrays`: as batch_plan.ROWS_ARRAYS. `anchor`: of the table's dtype and device. `whole`: no row
+    is early, and the graph does not use the tensors of early rows."""
     ids, inverse, order, ends, early_rows, urgent_rows = arrays
     n_urgent = sum(counts.urgent_recv.tolist())
-    n_early = ends.shape[0] - n_urgent  # the other counts may say that nobody sends anything
+    n_early = ends.shape[0] - n_urgent  # not from other_recv, which is zero if no rank sends early rows
     row_bytes = anchor.shape[1] * anchor.element_size()
     return StepPlan(
         number=number,
@@ -183,7 +184,7 @@ def plan_rows(
             "colliding_rows": n_urgent,
             "bytes_urgent": n_urgent * row_bytes,
             "bytes_early": n_early * row_bytes,
-            # what a split of looked-up values, without bringing duplicates together, would leave urgent
+            # urgent bytes of a split by looked-up values, without deduplication
             "bytes_urgent_per_value": urgent_entries * row_bytes,
         },
     )
@@ -192,25 +193,25 @@ def plan_rows(
 def plan_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: ExchangeCounts) -> None:
     """The backward half. `arrays`: as batch_plan.GRADIENT_ARRAYS."""
     keys, rows, order, ends, late_index, *late_update = arrays
-    # Gradients go to owners, where rows come from.
+    # Gradients go back to the owners of the rows, so send and receive counts swap.
     p.urgent_gradients = UrgentGradients(keys, rows, order, ends, counts.urgent_recv, counts.urgent_send)
     p.late_index, p.late_update = late_index, OwnerUpdate(*late_update)
     p.late_counts = Counts(counts.other_recv, counts.other_send)
     for c in counts:
         dynamo.mark_static(c)
     n, dim = late_index.shape[0], p.arrived.shape[1]
-    # A tensor that only has a shape: all its elements are the same one. Its gradient is what is wanted.
+    # A shape-only tensor (all strides 0). Only its gradient is used.
     like = p.arrived
     p.late_slot = torch.empty_strided((n, dim), (0, 0), dtype=like.dtype, device=like.device).requires_grad_()
     row_bytes = dim * p.arrived.element_size()
     p.stats["bytes_back_urgent"], p.stats["bytes_late"] = keys.shape[0] * row_bytes, n * row_bytes
 
 
-ARRAYS_OF_ALL_GRADIENTS = 4  # of batch_plan.GRADIENT_ARRAYS, the first ones
+ARRAYS_OF_ALL_GRADIENTS = 4  # the first of batch_plan.GRADIENT_ARRAYS
 
 
 def plan_all_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: ExchangeCounts) -> None:
-    """The backward half of a whole plan: no gradients are left for the next step."""
+    """The backward half of a self-contained plan: no gradients are late."""
     keys, rows, order, ends = arrays
     p.urgent_gradients = UrgentGradients(keys, rows, order, ends, counts.urgent_recv, counts.urgent_send)
     p.last = p.whole = True
@@ -219,7 +220,7 @@ def plan_all_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: Exch
 
 
 def plan_without_rows(p: StepPlan) -> StepPlan:
-    """What the last step fetches for the batch after it: no rows."""
+    """The empty plan that the last step uses as its next one."""
     index = p.ids.new_empty(0)
     zero = torch.zeros_like(p.urgent.send_counts)
     return StepPlan(

@@ -1,6 +1,6 @@
-"""An exchange as the model's forward sees it: ids in, embeddings out, gradients applied to the table in backward.
+"""An exchange as seen by the model's forward: ids in, embeddings out; backward applies gradients to the table.
 
-Everything that `lookup` does is traced by Dynamo: tensors and ops only, no data-dependent Python.
+Dynamo traces all of `lookup`: tensors and ops only, no data-dependent Python.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _wait = torch.ops._c10d_functional.wait_tensor
 
 
 class KeyedLengths(NamedTuple):
-    """Of the KeyedJaggedTensor whose ids are looked up: what the ops of a lookup check about it, on the device."""
+    """What the lookup ops check about the KeyedJaggedTensor whose ids are looked up, on the device."""
 
-    lengths: torch.Tensor | None = None  # [keys, samples], where their sums are planned,
-    planned_counts: torch.Tensor | None = None  # and how many values each key has in the plan
-    fault: torch.Tensor | None = None  # where they are not: on the host, keyed_lengths.Fault as numbers
+    lengths: torch.Tensor | None = None  # [keys, samples], if the counts are planned,
+    planned_counts: torch.Tensor | None = None  # and the planned number of values per key
+    fault: torch.Tensor | None = None  # if not planned: keyed_lengths.Fault encoded as numbers, on the host
 
 
 NO_LENGTHS = KeyedLengths()
@@ -37,7 +37,7 @@ NO_LENGTHS = KeyedLengths()
 class Exchange:
     """The rows of one group of tables on one process group.
 
-    `entries` are the (feature, table) pairs that it serves, `table` the optimizer of the rows that this rank owns.
+    `entries`: the (feature, table) pairs to look up. `table`: storage and optimizer of the rows that this rank owns.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Exchange:
         self.name = table_registry.register(table, name)
         self.table = table  # keeps the registered name alive
         self.group_name = group.group_name
-        # For what nobody waits for; a LookaheadLoader gives it a group of its own, so that it is never in the way.
+        # For non-blocking traffic. A LookaheadLoader gives it its own group so that it does not delay urgent traffic.
         self.background_group_name = group.group_name
-        # For what hosts tell each other in a step; a LookaheadLoader gives it one whose messages pass no device.
+        # For host-side messages of a step. A LookaheadLoader gives it a group that does not use the device.
         self.host_group_name = group.group_name
         self.features = [feature for feature, _ in entries]
         self.sequences: list[str] = []  # features of a KeyedJaggedTensor whose rows the model gets as sequences
@@ -65,29 +65,29 @@ class Exchange:
         owners = owner_map(shards, table_rows, group.size(), tables)
         self.bounds, self.shifts, self.starts = (dynamo.mark_static(t) for t in owners)
         self.update_anchor()
-        # The plan of the batch that a LookaheadLoader handed out last, None without one. By this name compat knows the
-        # tensors in it, whose sizes are ours.
+        # The plan of the last batch that a LookaheadLoader yielded; None without a loader. compat recognizes the plan's
+        # tensors, whose sizes we control, by this attribute name.
         self.freescale_plan: StepPlan | None = None
-        # A LookaheadLoader's loop is on, but no step of it: whoever looks up now calls this first.
+        # True while a LookaheadLoader's loop runs but no step does. A lookup then calls this first.
         self.outside_step = False
         self.before_lookup_outside_step: Callable[[], None] = _nothing
-        self.before_read: Callable[[], None] = _nothing  # whoever reads the table as a whole calls this first
+        self.before_read: Callable[[], None] = _nothing  # called before the whole table is read
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: it is in no loop."""
+        """State for a copy, which belongs to no loop."""
         alone = {"freescale_plan": None, "outside_step": False}
         groups = dict.fromkeys(("background_group_name", "host_group_name"), self.group_name)
         return {**self.__dict__, **alone, **groups, "before_lookup_outside_step": _nothing, "before_read": _nothing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # Under a name of its own: ops would find the first table. (Ranks may make different copies.)
+        # A new name: with the old one, ops would find the original table. Ranks may make different copies.
         self.name = table_registry.register(self.table, f"{self.name} copy")
 
     def update_anchor(self) -> None:
-        """To the table's type and device, which `model.double()` and the like change."""
+        """Match the table's dtype and device, which `model.double()` etc. change."""
         weight = self.table.weight
-        # The token that goes through the graph. It wants a gradient so that autograd calls the exchange's backward.
+        # The token through the graph. It requires grad so that autograd calls the exchange's backward.
         dtype = getattr(self.table, "row_dtype", weight.dtype)
         self.anchor = dynamo.mark_static(weight.new_empty((0, weight.shape[1]), dtype=dtype).requires_grad_())
 
@@ -96,7 +96,7 @@ class Exchange:
     ) -> tuple[torch.Tensor, ...]:
         """The rows of each entry's ids, in the order of `entries`. Gradients are divided by `divide_by`.
 
-        `sizes`: how many ids each entry has; with them, where a plan is there, the ids may come in one piece."""
+        `sizes`: number of ids per entry; with it, planned ids may be one concatenated tensor."""
         embedded = self._look_up(ids, divide_by, None, None, of_kjt)
         return torch.split(embedded, [i.shape[0] for i in ids] if sizes is None else sizes)
 
@@ -104,9 +104,9 @@ class Exchange:
         self, ids: list[torch.Tensor], divide_by: int, bag_ends: torch.Tensor, weights: torch.Tensor | None,
         of_kjt: KeyedLengths,
     ) -> torch.Tensor:  # fmt: skip
-        """[bags, dim]: sums of the rows of consecutive ids, each times its weight. A bag ends before id `bag_ends[i]`.
+        """[bags, dim]: weighted sums of the rows of consecutive ids. Bag i ends before id `bag_ends[i]`.
 
-        Duplicates travel once, and are added up here, in their order."""
+        Duplicate rows are sent once and summed here, in order."""
         return self._look_up(ids, divide_by, bag_ends, weights, of_kjt)
 
     def _look_up(
@@ -116,7 +116,7 @@ class Exchange:
         if not torch.compiler.is_compiling():
             warn_of_uncompiled_call()
         elif self.outside_step:
-            _call_before_lookup(self)  # outside torch.compile, a hook of the table's module has done so
+            _call_before_lookup(self)  # outside torch.compile, a hook of the table's module calls it
         if self.freescale_plan is None:
             plan = _ops.plan_now(
                 ids, self.row_offsets, self.table_sizes, self.bounds, self.shifts, self.starts,
@@ -147,8 +147,8 @@ class Exchange:
             self.anchor, p.late_slot, token, _wait(p.arrived), p.inverse, p.order, p.ends, *p.urgent,
             *p.urgent_gradients, p.late_index, bag_ends, weights, divide_by, self.name, self.group_name
         )  # fmt: skip
-        # Gradients of the step before that this batch does not need; then rows for the next batch. No row of either is
-        # among those above, so their place among the compute is free.
+        # The previous step's gradients that this batch does not need, then rows for the next batch. Neither touches the
+        # rows above, so both can be scheduled freely.
         late, following = p.before, p.next
         assert late is not None and following is not None
         names = (self.name, self.background_group_name)
@@ -166,9 +166,9 @@ def _nothing() -> None:
 
 
 @dynamo.leave_graph(
-    "freescale: a compiled function or module that the LookaheadLoader was not given looks up a table while its loop "
-    "is on. What is pending must be applied before that, outside the graph: give the LookaheadLoader the module whose "
-    "call is compiled, or leave the loop first"
+    "freescale: a compiled function or module that is not managed by the LookaheadLoader looks up a table during its "
+    "loop. Pending gradients must be applied before that, outside the graph: pass the LookaheadLoader the module whose "
+    "call is compiled, or exit the loop first"
 )
 def _call_before_lookup(exchange: Exchange) -> None:
     exchange.before_lookup_outside_step()
@@ -176,16 +176,16 @@ def _call_before_lookup(exchange: Exchange) -> None:
 
 @dynamo.assume_constant_result
 def _refuse_second_lookup(name: str) -> None:
-    # Dynamo runs this while it traces. Were the error in the traced code, it would be a graph break: TorchRec's own
-    # forward would do the step, and a rank without samples would fail in it while the others wait.
+    # Dynamo runs this while tracing. An error raised in traced code would cause a graph break: TorchRec's own forward
+    # would run the step, and a rank without samples would fail in it while the other ranks wait.
     raise RuntimeError(
-        f"freescale: {name} is looked up twice in a step, which cannot be planned ahead: look up all its ids at once, "
+        f"freescale: {name} is looked up twice in a step, which cannot be planned ahead: look up all ids in one call, "
         "or train without a LookaheadLoader"
     )
 
 
 class RowsOfOneStep(torch.autograd.Function):
-    """An exchange that has nothing to do with the steps before and behind: all rows now, all gradients now."""
+    """An exchange independent of the previous and next steps: all rows now, all gradients now."""
 
     @staticmethod
     def forward(ctx: Any, anchor, token, inverse, order, ends, recv_counts, rows, send_counts, *rest):  # type: ignore
@@ -212,7 +212,7 @@ class RowsOfOneStep(torch.autograd.Function):
 
 
 class PlannedRows(torch.autograd.Function):
-    """The part of a planned exchange that the model waits for; late gradients come out as `late_slot`'s gradient."""
+    """The blocking part of a planned exchange. Late gradients are returned as the gradient of `late_slot`."""
 
     @staticmethod
     def forward(ctx: Any, anchor, late_slot, token, early, inverse, order, ends, *rest):  # type: ignore[override]
@@ -245,7 +245,7 @@ class PlannedRows(torch.autograd.Function):
 def _positions_or_bags(
     unique: torch.Tensor, inverse: torch.Tensor, bag_ends: torch.Tensor | None, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """Unique rows at the positions of their ids; or summed by bag, without a copy for each position in between."""
+    """Unique rows gathered to the positions of their ids, or summed by bag without materializing a row per position."""
     if bag_ends is None:
         return unique.index_select(0, inverse)
     if weights is None:
@@ -258,10 +258,10 @@ def _unique_gradients(
     grad: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, bag_ends: torch.Tensor | None,
     weights: torch.Tensor | None, divide_by: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Of _positions_or_bags. `order`: the positions of each unique row."""
+    """Backward of _positions_or_bags. `order`: the positions of each unique row."""
     grad = grad.contiguous()
     if bag_ends is not None and weights is None:
-        order = torch.searchsorted(bag_ends, order, right=True)  # the bags of these positions
+        order = torch.searchsorted(bag_ends, order, right=True)  # positions to bags
     elif bag_ends is not None:
         assert weights is not None
         positions = torch.arange(order.shape[0], device=order.device)
@@ -271,7 +271,7 @@ def _unique_gradients(
 
 
 class ReplicatedRows(torch.autograd.Function):
-    """Lookup in a table that every rank holds whole; its gradient is averaged over the ranks, as DDP would."""
+    """Lookup in a replicated table; its gradient is averaged over the ranks, as in DDP."""
 
     @staticmethod
     def forward(ctx: Any, flat, dim, rows, world, group_name):  # type: ignore[override]

@@ -1,8 +1,8 @@
-"""TorchRec's `ShardedEmbeddingCollection` behind our exchange: our forward, FBGEMM's storage and optimizer.
+"""TorchRec's `ShardedEmbeddingCollection` on our exchange: our forward, FBGEMM's storage and optimizer.
 
-The sharded tables of a collection become one Exchange per FBGEMM module (torchrec_layout.py), its data-parallel tables
-a plain lookup. Storage, optimizer state, learning rate and checkpoints stay TorchRec's. Which collections are served is
-in torchrec_support.py, how their forward gets here in torchrec_patch.py, collections that pool in torchrec_pooling.py.
+The sharded tables of a collection become one Exchange per FBGEMM module (torchrec_layout.py); data-parallel tables
+become a plain lookup. TorchRec keeps storage, optimizer state, learning rate and checkpoints. See torchrec_support.py
+for which collections are supported, torchrec_patch.py for the patched forward, torchrec_pooling.py for pooling.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from freescale.runtime.tables.torchrec_layout import ExchangeLayout
 
 log = logging.getLogger(__name__)
 
-_collections: list[weakref.ref[CollectionTables]] = []  # by their numbers
+_collections: list[weakref.ref[CollectionTables]] = []  # indexed by CollectionTables.number
 
 
 class CollectionTables:
-    """The tables of one ShardedEmbeddingCollection, as its traced forward needs them."""
+    """The tables of one ShardedEmbeddingCollection, as used by its traced forward."""
 
     def __init__(self, collection: Any) -> None:
         self.exchanges: list[Exchange] = []
-        self.output_names: list[list[str]] = []  # of each exchange's entries
-        # The user's model asks for more about the sizes of rows than a graph knows that counts ids itself,
+        self.output_names: list[list[str]] = []  # per exchange, per entry
+        # The model's code needs concrete row counts, but a graph that counts ids itself has only unbacked ones,
         self.counts_outside_graph = False
-        self.sizes_are_free = True  # or one that takes them from a plan as they are
+        self.sizes_are_free = True  # as has a graph with a plan while this is True
         self.number = len(_collections)
         _collections.append(weakref.ref(self))
-        self.joined: dict[str, list[str]] = {}  # outputs whose columns come apart: what to join, in order
+        self.joined: dict[str, list[str]] = {}  # output -> its column-wise parts, in order
         self.replicated: list[ReplicatedTables] = []
         env = torchrec.sharding_env(collection)
         self.label = torchrec.qualified_name(collection) or "embeddings"
@@ -77,7 +77,7 @@ class CollectionTables:
 
 
 class ReplicatedTables:
-    """A data-parallel FBGEMM module: a flat parameter that holds its tables one after the other."""
+    """A data-parallel FBGEMM module: one flat parameter with its tables concatenated."""
 
     def __init__(self, collection: Any, group: Any, flat_weight: torch.Tensor, ranks: dist.ProcessGroup) -> None:
         self.flat_weight, self.dim = flat_weight, torchrec.embedding_dim(collection)
@@ -105,7 +105,7 @@ class ReplicatedTables:
 
 
 def tables_of(collection: Any, make: type[CollectionTables] = CollectionTables) -> CollectionTables:
-    """The tables of a supported collection; made on first use."""
+    """The tables of a supported collection, created on first use."""
     if "_freescale" not in collection.__dict__:
         with dynamo.outside_inference_mode():  # the first use may be an evaluation
             collection.__dict__["_freescale"] = make(collection)
@@ -114,7 +114,7 @@ def tables_of(collection: Any, make: type[CollectionTables] = CollectionTables) 
 
 
 def existing_tables_of(module: Any) -> CollectionTables | None:
-    """The same, None if no use of the module has made them."""
+    """The same, or None if the module has not been used."""
     return module.__dict__.get("_freescale")
 
 
@@ -122,13 +122,13 @@ def existing_tables_of(module: Any) -> CollectionTables | None:
 
 
 def parts_of(features: Any) -> tuple[list[str], torch.Tensor, torch.Tensor]:
-    """Keys, values, and lengths [keys, samples] of a KeyedJaggedTensor. Where value_counts will say what is wrong: keys
-    that come again get other names, and lengths that are too many for all keys to have equally many are left out."""
+    """Keys, values, and lengths [keys, samples] of a KeyedJaggedTensor. Tolerates faults that value_counts reports
+    later: duplicate keys are renamed, and surplus lengths are dropped."""
     keys, lengths = features.keys(), features.lengths()
     if not keyed_lengths.are_unique(keys):
         keys = [key if keys.index(key) == i else f"{key} ({i})" for i, key in enumerate(keys)]
     samples = lengths.shape[0] // len(keys)
-    if samples == 1:  # one sample makes a graph of its own, in which its size is a constant
+    if samples == 1:  # specialize on one sample
         samples = 1
     if lengths.shape[0] % len(keys):
         lengths = lengths[: samples * len(keys)]
@@ -136,7 +136,7 @@ def parts_of(features: Any) -> tuple[list[str], torch.Tensor, torch.Tensor]:
 
 
 def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, Any]:
-    """What the collection's forward returns. `divide`: gradients are divided by the number of ranks."""
+    """The return value of the collection's forward. `divide`: divide gradients by the number of ranks."""
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
     keys, values, lengths = parts_of(features)
@@ -147,7 +147,7 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
     for exchange, names in zip(tables.exchanges, tables.output_names, strict=True):
         sizes = [counts.of(f) for f in exchange.features]
         if exchange.freescale_plan is not None and exchange.features == keys:
-            ids = [values]  # as planned, in one piece: a graph of many features need not cut it up
+            ids = [values]  # as planned, without a split: this keeps graphs of many features small
         else:
             ids = values_of(exchange.features, keys, values, counts)
         embeddings = exchange.lookup(ids, divide_by, sizes, of_kjt)
@@ -171,13 +171,13 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
 
 
 class CountedValues:
-    """How many values the keys of a KeyedJaggedTensor have, where the lengths were counted in the graph."""
+    """Number of values per key of a KeyedJaggedTensor, counted in the graph."""
 
     def __init__(self, keys: list[str], counts: list[int]) -> None:
         self.keys, self.counts = keys, counts
 
     def of_run(self, first: int, last: int) -> int:
-        """Of consecutive keys."""
+        """Total of consecutive keys."""
         return sum(self.counts[first:last])
 
     def of(self, key: str) -> int:
@@ -185,7 +185,7 @@ class CountedValues:
 
 
 class PlannedValues:
-    """The same as the plan says. A graph has the sizes of those keys alone that it asks for."""
+    """The same from the plan. The graph reads the sizes of requested keys only."""
 
     def __init__(self, keys: list[str], planned: ValueCounts, free: bool) -> None:
         self.keys, self.planned, self.free = keys, planned, free
@@ -210,19 +210,19 @@ def value_counts(
     tables: CollectionTables, features: Any, keys: list[str], values: torch.Tensor, lengths: torch.Tensor,
     pooled: bool = False,
 ) -> tuple[CountedValues | PlannedValues, KeyedLengths]:  # fmt: skip
-    """How many values each key has: as the step's plan says, which is on the host, or else as the lengths say. Also
-    what a lookup is to check. `pooled`: the user's model does not see it."""
+    """Number of values per key: from the step's plan, which is on the host, or else from the lengths. Also returns what
+    a lookup has to check. `pooled`: the model does not see these sizes."""
     plan = tables.exchanges[0].freescale_plan if tables.exchanges else None
-    # A second lookup in a step is refused in its own words, whatever its values are.
+    # A second lookup in a step has its own error, regardless of its values.
     if plan is not None and not plan.used and all(key in plan.value_counts.keys for key in keys):
         planned = plan.value_counts
         free = pooled or (tables.sizes_are_free and planned.few)
         if free and not pooled:
             _note_unknown_sizes(tables.number, planned=True)
-        # Of other values and lengths, expect_ids will say so.
+        # If the values or lengths differ from the plan, expect_ids reports it.
         return PlannedValues(keys, planned, free), KeyedLengths(lengths, planned.of_keys(keys))
     unique = keyed_lengths.are_unique(features.keys())
-    # With a plan no plan_now will tell the other ranks.
+    # With a plan, plan_now does not run, so it cannot report faults to the other ranks.
     group = None if plan is None else tables.exchanges[0].host_group_name
     read = features.lengths(), features.offsets_or_none(), values, len(keys), unique, tables.label, group
     if tables.counts_outside_graph and not pooled:
@@ -234,24 +234,23 @@ def value_counts(
     counts = counts_and_fault[0].tolist()
     for n in counts:
         torch._check(n >= 0)
-    torch._check(sum(counts) == values.shape[0])  # the op has seen to it
+    torch._check(sum(counts) == values.shape[0])  # guaranteed by the op
     return CountedValues(keys, counts), KeyedLengths(fault=counts_and_fault[1])
 
 
-# In the trace that is made: collections whose graph knows no more about sizes than that they are not negative, and
-# whether a plan has them.
+# For the current trace: collections whose sizes are unbacked in the graph, and whether a plan has them.
 _unknown_sizes: ContextVar[dict[int, bool]] = ContextVar("freescale_unknown_sizes")
 
 
 @dynamo.assume_constant_result
 def _note_unknown_sizes(number: int, planned: bool) -> None:
-    # Dynamo runs this while it traces.
+    # Dynamo runs this while tracing.
     _unknown_sizes.get()[number] = planned
 
 
 @dynamo.leave_graph(
-    "freescale: the model depends on how many ids a feature has, which a graph that counts them itself does not know: "
-    "use a LookaheadLoader, which knows it beforehand, or compile without fullgraph=True"
+    "freescale: the model depends on the number of ids of a feature, which is unknown in a graph that counts them "
+    "itself: use a LookaheadLoader, which counts them beforehand, or compile without fullgraph=True"
 )
 def _count_outside_graph(*read: Any) -> tuple[list[int], torch.Tensor]:
     counts, fault = torch.ops.freescale.count_values(*read)
@@ -263,7 +262,7 @@ def trace_begins() -> None:
 
 
 def collections_to_trace_again() -> list[tuple[CollectionTables, bool]]:
-    """Those of the trace that is made of which another one would know more about sizes; whether they are planned."""
+    """Collections of the current trace for which a retrace would know more sizes, and whether these are planned."""
     found = [(_collections[number](), planned) for number, planned in sorted(_unknown_sizes.get({}).items())]
     return [
         (t, planned)
@@ -273,9 +272,9 @@ def collections_to_trace_again() -> list[tuple[CollectionTables, bool]]:
 
 
 def trace_with_sizes() -> Callable[[bool], None] | None:
-    """A trace has failed because the model depends on a size of rows. Another one will know planned sizes as they are;
-    ids without a plan are counted outside the graph, which breaks there. Returns what to call with whether that has
-    worked; None if there is nothing to do otherwise."""
+    """Set up a retrace after a trace failed because the model depends on a row count. The retrace uses planned sizes
+    as they are; ids without a plan are counted outside the graph, with a graph break. Returns a function to call with
+    whether the retrace worked; None if a retrace would be the same."""
     changed = collections_to_trace_again()
     for tables, planned in changed:
         _set_sizes(tables, planned, True)
@@ -286,8 +285,8 @@ def trace_with_sizes() -> Callable[[bool], None] | None:
                 _set_sizes(tables, planned, False)
             elif not planned:
                 log.warning(
-                    "freescale: the model depends on how many ids the features of %s have, so the graph breaks where "
-                    "they are counted. Under a LookaheadLoader, which counts them beforehand, it does not",
+                    "freescale: the model depends on the number of ids of the features of %s, so the graph breaks "
+                    "where they are counted. A LookaheadLoader counts them beforehand, without a graph break",
                     tables.label,
                 )
 
@@ -304,9 +303,9 @@ def _set_sizes(tables: CollectionTables, planned: bool, known: bool) -> None:
 def values_of(
     features: list[str], keys: list[str], values: torch.Tensor, counts: CountedValues | PlannedValues
 ) -> list[torch.Tensor]:
-    """Of each feature. Also for a batch without samples, which KJT.to_dict refuses."""
+    """Values of each feature. Unlike KJT.to_dict, supports a batch without samples."""
     firsts = [i for i, key in enumerate(keys) if i == 0 or key in features or keys[i - 1] in features]
-    runs = list(zip(firsts, [*firsts[1:], len(keys)], strict=True))  # a feature, or what is between two
+    runs = list(zip(firsts, [*firsts[1:], len(keys)], strict=True))  # a feature, or all keys between two features
     sizes = [counts.of_run(first, last) for first, last in runs]
     for size in sizes:
         torch._check(size >= 0)

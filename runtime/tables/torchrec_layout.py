@@ -1,8 +1,8 @@
-"""Which rows of a TorchRec collection go through one exchange.
+"""Which rows of a TorchRec collection share an exchange.
 
-TorchRec cuts tables into shards, rows by columns, and puts those of a rank that belong together into an FBGEMM module.
-Columns of a table that lie apart are tables of their own here, each with its owners, and are joined after the exchange.
-An exchange serves all of one width in one module of each rank.
+TorchRec cuts tables into shards by rows and columns, and groups a rank's shards into FBGEMM modules. Here, column-wise
+shards of a table are tables of their own, each with its owners, and are joined after the exchange. An exchange handles
+all tables of one width in one module of each rank.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from freescale.kernels.planning.owners import Shard
 
 
 class Columns(NamedTuple):
-    """Columns of a table: they have owners of their own."""
+    """A column-wise part of a table, with its own owners."""
 
     table: str
     first: int
 
 
 class Entry(NamedTuple):
-    """What one feature looks up in some columns of one table."""
+    """What one feature looks up in one column-wise part of a table."""
 
     feature: str
     columns: Columns
-    embedding_name: str  # of the collection's output that these columns belong to
-    config: Any  # TorchRec's, of the columns
+    embedding_name: str  # the collection's output that these columns belong to
+    config: Any  # TorchRec's config of this part
 
     @property
     def output(self) -> str:
-        """The name of what it looks up: the collection's, or that with the columns where the others come apart."""
+        """The collection's output name, with the column range appended if the table is column-wise sharded."""
         width, first = self.config.local_cols, self.columns.first
         whole = width == self.config.embedding_dim
         return self.embedding_name if whole else f"{self.embedding_name}[{first}:{first + width}]"
 
 
 class _Part(NamedTuple):
-    """The tables of one width in an FBGEMM module."""
+    """The tables of one width in one FBGEMM module."""
 
     group: Any  # GroupedEmbeddingConfig
-    tables: list[int]  # of the group's
+    tables: list[int]  # indices into the group's tables
 
     def configs(self) -> list[Any]:
         return [self.group.embedding_tables[t] for t in self.tables]
@@ -50,12 +50,12 @@ class _Part(NamedTuple):
 
 @dataclass
 class ExchangeLayout:
-    """The tables of one exchange, on all ranks."""
+    """The tables of one exchange on all ranks."""
 
     dim: int
-    columns: list[Columns]  # its tables, in the order of the collection's
+    columns: list[Columns]  # its tables, in the collection's order
     table_rows: list[int]
-    parts: list[_Part | None]  # of each rank
+    parts: list[_Part | None]  # per rank
     shards: list[Shard] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
 
@@ -65,7 +65,7 @@ class ExchangeLayout:
 
 
 def exchange_layouts(collection: Any, sharding: Any) -> Iterator[ExchangeLayout]:
-    """Of all tables that are sharded in one way, in a fixed order."""
+    """Layouts of all tables of one sharding, in a deterministic order."""
     parts_per_rank = [list(_parts(groups)) for groups in torchrec.table_groups_per_rank(sharding)]
     order = {c.name: i for i, c in enumerate(torchrec.embedding_configs(collection))}
     seen = dict.fromkeys(key for parts in parts_per_rank for key, _ in parts)
@@ -90,7 +90,7 @@ class _Kind(NamedTuple):
 
 
 def _parts(groups: list[Any]) -> Iterator[tuple[_Kind, _Part]]:
-    """The tables on one rank, by what may be one exchange."""
+    """The tables on one rank, grouped by what can share an exchange."""
     counts: dict[tuple[Any, int], int] = {}
     for group in groups:
         by_dim: dict[int, list[int]] = {}
@@ -114,7 +114,7 @@ def _shards(part: _Part, rank: int, columns: list[Columns]) -> list[Shard]:
 
 
 def _shard_offsets(table: Any) -> tuple[int, int]:
-    """The first row and the first column that a rank holds of a table."""
+    """The first row and the first column of a table's shard on this rank."""
     if table.local_metadata is None:
         return 0, 0
     row, column = table.local_metadata.shard_offsets
@@ -122,7 +122,7 @@ def _shard_offsets(table: Any) -> tuple[int, int]:
 
 
 def outputs_to_join(entries: list[Entry]) -> dict[str, list[str]]:
-    """The collection's outputs whose columns come apart: of which entries' outputs they are made, in order."""
+    """For each column-wise sharded output, the entries' outputs to concatenate, in order."""
     parts: dict[str, list[Entry]] = {}
     for e in entries:
         if e.output != e.embedding_name:

@@ -1,9 +1,8 @@
-"""What freescale changes in TorchRec's classes, once per process, when the backend's name is first used.
+"""Patches of TorchRec's classes, applied once per process when the backend's name is first used.
 
-ShardedEmbeddingCollection and ShardedEmbeddingBagCollection get a forward that Dynamo can trace. While a graph is
-traced, each collection is looked at once: one that is not supported keeps TorchRec's own forward, outside the graph.
-Outside torch.compile nothing changes. Reading or loading the state of TorchRec's optimizers first calls whoever watches
-them.
+ShardedEmbeddingCollection and ShardedEmbeddingBagCollection get a forward that Dynamo can trace. While tracing, each
+collection is checked once; an unsupported one keeps TorchRec's own forward, outside the graph. Outside torch.compile
+nothing changes. Watchers of TorchRec's optimizers are called before optimizer state is read or loaded.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from freescale.runtime.tables import torchrec_collection, torchrec_pooling, torc
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
 from freescale.runtime.tables.uncompiled_call import warn_of_uncompiled_call
 
-MANY_FEATURES = 16  # from here on torch's cache of fakes costs more than it saves: each feature has a size of its own
+MANY_FEATURES = 16  # from here on torch's fake tensor cache costs more than it saves: each feature has its own size
 
 _original_forward: Any = None
 
 
 def patch_torchrec() -> bool:
-    """Change TorchRec's classes, once. False where TorchRec is not installed."""
+    """Patch TorchRec's classes, once. Returns False if TorchRec is not installed."""
     global _original_forward
     try:
         from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -50,7 +49,7 @@ def patch_torchrec() -> bool:
             (ShardedEmbeddingCollection, _freescale_prepare_tables),
             (ShardedEmbeddingBagCollection, _freescale_prepare_pooled_tables),
         ):
-            setattr(cls, fn.__name__, dynamo.assume_constant_result(fn))  # Dynamo looks it up by this very name
+            setattr(cls, fn.__name__, dynamo.assume_constant_result(fn))  # Dynamo finds it by name
     return True
 
 
@@ -59,12 +58,12 @@ def patch_torchrec() -> bool:
 
 @dynamo.assume_constant_result
 def _is_traced_for_freescale() -> bool:
-    """Not for another backend, nor exported: those see TorchRec's own forward."""
+    """False for other backends and for export: they trace TorchRec's own forward."""
     return dynamo_settings.is_tracing()
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of a ShardedEmbeddingCollection."""
+    """Forward of ShardedEmbeddingCollection."""
     if not torch.compiler.is_compiling():
         warn_of_uncompiled_call()
         _must_not_be_planned(self)
@@ -75,20 +74,20 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     is_kjt = batch_structure.is_kjt(features)
     weighted = is_kjt and features.weights_or_none() is not None
     if not self._freescale_prepare_tables(is_kjt, weighted, is_kjt and features.variable_stride_per_key()):
-        assert self._freescale_left_to_torchrec  # so that the graph is not that of a collection of which this is false
+        assert self._freescale_left_to_torchrec  # adds a guard, so that no supported collection reuses this graph
         return _torchrec_forward(self, features)
     return torchrec_collection.look_up(self._freescale, features, _gradient_division())
 
 
 def _freescale_prepare_tables(self: Any, is_kjt: bool, weighted: bool, variable_stride: bool) -> bool:
-    """Runs while Dynamo traces, its result a constant of the graph: does freescale serve this collection?"""
+    """Return whether freescale supports this collection. Runs while Dynamo traces; the result is a constant."""
     reason, table = torchrec_support.unsupported_reason(self), torchrec.embedding_configs(self)[0].name
     if weighted:
         reason = f"features of table {table!r} are weighted"
     if variable_stride:
         reason = f"the batch size varies per feature of table {table!r}"
     if not is_kjt:
-        reason = f"features of table {table!r} do not come as a KeyedJaggedTensor"
+        reason = f"features of table {table!r} are not a KeyedJaggedTensor"
     if reason is not None:
         torchrec_support.report_unsupported(self, reason)
         return False
@@ -99,7 +98,7 @@ def _freescale_prepare_tables(self: Any, is_kjt: bool, weighted: bool, variable_
 
 
 def _forward_pooled(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of a ShardedEmbeddingBagCollection."""
+    """Forward of ShardedEmbeddingBagCollection."""
     if not torch.compiler.is_compiling():
         warn_of_uncompiled_call()
         _must_not_be_planned(self)
@@ -117,14 +116,14 @@ def _forward_pooled(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _freescale_prepare_pooled_tables(self: Any, is_kjt: bool, odd_weights: bool, variable_stride: bool) -> bool:
-    """Runs while Dynamo traces, its result a constant of the graph: does freescale serve this collection?"""
+    """Return whether freescale supports this collection. Runs while Dynamo traces; the result is a constant."""
     reason, table = torchrec_support.unsupported_reason(self), torchrec.embedding_configs(self)[0].name
     if odd_weights:
-        reason = f"weights of features of table {table!r} are not floating-point numbers"
+        reason = f"weights of features of table {table!r} are not floating-point"
     if variable_stride:
         reason = f"the batch size varies per feature of table {table!r}"
     if not is_kjt:
-        reason = f"features of table {table!r} do not come as a KeyedJaggedTensor"
+        reason = f"features of table {table!r} are not a KeyedJaggedTensor"
     if reason is not None:
         torchrec_support.report_unsupported(self, reason)
         return False
@@ -133,7 +132,7 @@ def _freescale_prepare_pooled_tables(self: Any, is_kjt: bool, odd_weights: bool,
 
 
 def _forward_of_other_modules(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sharded modules of other kinds, in a model that is traced: Dynamo does not look inside."""
+    """Forward of other sharded modules: Dynamo does not trace into them."""
     if not torch.compiler.is_compiling():
         warn_of_uncompiled_call()
         return _original_forward(self, *args, **kwargs)
@@ -146,29 +145,29 @@ def _forward_of_other_modules(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _freescale_leave_to_torchrec(self: Any) -> bool:
     """Runs while Dynamo traces."""
     names = ", ".join(repr(c.name) for c in torchrec.pooled_configs(self))
-    reason = f"pooled tables {names} are not served" if names else f"{type(self).__name__} is not served"
+    reason = f"pooled tables {names} are not supported" if names else f"{type(self).__name__} is not supported"
     torchrec_support.report_unsupported(self, reason)
     return True
 
 
 @torch._dynamo.disable
 def _torchrec_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """TorchRec's own code, outside the graph."""
+    """Run TorchRec's own forward, outside the graph."""
     _must_not_be_planned(self)
     result = _original_forward(self, *args, **kwargs)
     return result.wait() if hasattr(result, "wait") else result
 
 
 def _must_not_be_planned(module: Any) -> None:
-    """TorchRec's own lookup in a planned step would read rows that lack the gradients which are pending."""
+    """Raise if the step is planned: TorchRec's lookup would read rows whose gradients are still pending."""
     tables = torchrec_collection.existing_tables_of(module)
     if tables is not None and any(x.freescale_plan is not None for x in tables.exchanges):
         name = torchrec.qualified_name(module) or "a collection"
         raise RuntimeError(
-            f"freescale: TorchRec's own code looks up the tables of {name} in a step that a LookaheadLoader has "
-            "planned, because torch.compile has not compiled that lookup: did it hit "
-            "torch._dynamo.config.recompile_limit (it says so), is it inside torch.compiler.disable, or are features "
-            "weighted? Mend that, or loop without a LookaheadLoader"
+            f"freescale: TorchRec's own forward looks up the tables of {name} in a step that a LookaheadLoader has "
+            "planned, because this lookup is not compiled. Check for a hit of torch._dynamo.config.recompile_limit "
+            "(torch logs it), torch.compiler.disable around the lookup, or weighted features. Fix this, or iterate the "
+            "loader directly"
         )
 
 
@@ -202,7 +201,7 @@ _watchers: OrderedDict[int, _Watcher] = OrderedDict()
 def watch_optimizers(
     modules: list[Any], before_read: Callable[[], None], before_load: Callable[[], None]
 ) -> RemovableHandle:
-    """Have these called before the state of TorchRec's optimizers of the modules is read, or is loaded."""
+    """Register callbacks for before the state of the modules' TorchRec optimizers is read or loaded."""
     handle = RemovableHandle(_watchers)
     _watchers[handle.id] = _Watcher(modules, before_read, before_load)
     return handle
@@ -220,8 +219,8 @@ def _call_watchers_first(method: Any, callback: str) -> Any:
 
 
 def _updates_any(optimizer: Any, modules: list[Any]) -> bool:
-    """Whether rows of these modules are among what the optimizer updates. The same on every rank: a collection's own
-    optimizer is there also on a rank that holds none of its rows."""
+    """Whether the optimizer updates rows of these modules. The result is the same on every rank: a collection's own
+    optimizer exists even on a rank that holds none of its rows."""
     parts = list(torchrec.optimizers_within(optimizer))
     for module in modules:
         tables = torchrec_collection.existing_tables_of(module)

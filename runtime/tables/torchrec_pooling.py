@@ -1,9 +1,9 @@
-"""The traced forward of TorchRec's `ShardedEmbeddingBagCollection`: rows are pooled where the samples are.
+"""The traced forward of TorchRec's `ShardedEmbeddingBagCollection`: rows are pooled by the requester.
 
-The unique rows of a batch travel, as for an EmbeddingCollection, and each requester adds up its bags: so a row that
-many bags share travels once, and can be early or late. What comes out is TorchRec's KeyedTensor, mean pooling included,
-which TorchRec does in two ways: FBGEMM divides by a bag's length; of tables whose rows are on several ranks, TorchRec
-divides the sums by length, or by the sum of weights, plus a small number.
+As for an EmbeddingCollection, the unique rows of a batch are exchanged, and each requester sums its bags. So a row
+shared by many bags is sent once, and can be early or late. The result is TorchRec's KeyedTensor, including its two
+variants of mean pooling: FBGEMM divides by a bag's length; for tables with rows on several ranks, TorchRec divides the
+sums by the length or by the sum of weights, plus a small epsilon.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from freescale.runtime.tables.torchrec_collection import CollectionTables, parts
 from freescale.runtime.tables.torchrec_layout import Entry, ExchangeLayout
 
 SUM, MEAN_OF_BAG, MEAN_OF_SUMS, SUM_BESIDE_MEAN = range(4)  # how a feature is pooled
-_EPS = 1e-6  # what TorchRec adds to a divisor
+_EPS = 1e-6  # TorchRec adds it to the divisor
 
 
 class PooledTables(CollectionTables):
-    """The tables of one ShardedEmbeddingBagCollection, as its traced forward needs them."""
+    """The tables of one ShardedEmbeddingBagCollection, as used by its traced forward."""
 
     def __init__(self, collection: Any) -> None:
-        self.pooling: list[list[int]] = []  # of each exchange's entries
+        self.pooling: list[list[int]] = []  # per exchange, per entry
         self._means_of_sums = torchrec.divides_sums(collection)
         super().__init__(collection)
         self.keys = torchrec.pooled_output_names(collection)
@@ -49,7 +49,7 @@ class PooledTables(CollectionTables):
 
 
 def tables_of(collection: Any) -> CollectionTables:
-    """The tables of a supported collection, one that pools or one that does not; made on first use."""
+    """The tables of a supported collection, pooled or not, created on first use."""
     pooled = torchrec.is_pooled_collection(collection)
     return torchrec_collection.tables_of(collection, PooledTables if pooled else CollectionTables)
 
@@ -58,7 +58,7 @@ def tables_of(collection: Any) -> CollectionTables:
 
 
 def look_up_pooled(tables: PooledTables, features: Any, divide: bool) -> Any:
-    """What the collection's forward returns. `divide`: gradients are divided by the number of ranks."""
+    """The return value of the collection's forward. `divide`: divide gradients by the number of ranks."""
     from torchrec.sparse.jagged_tensor import KeyedTensor
 
     keys, values, lengths = parts_of(features)
@@ -89,13 +89,13 @@ def look_up_pooled(tables: PooledTables, features: Any, divide: bool) -> Any:
 def _weights(
     tables: PooledTables, features: Any, values: torch.Tensor, planned_lengths: bool
 ) -> torch.Tensor | None:
-    """Of each id. No gradient reaches them in TorchRec."""
+    """Per-id weights. As in TorchRec, they get no gradient."""
     weights = features.weights_or_none()
     if weights is None:
         return None
     weights = weights.detach().float()
     if planned_lengths:
-        torch._check(weights.shape[0] == values.shape[0])  # the LookaheadLoader has seen to it
+        torch._check(weights.shape[0] == values.shape[0])  # checked by the LookaheadLoader
         return weights
     return torch.ops.freescale.checked_weights(weights, values, tables.label, tables.exchanges[0].host_group_name)
 
@@ -103,7 +103,7 @@ def _weights(
 def _divisor(
     pooling: list[int], lengths: torch.Tensor, weights: torch.Tensor | None, bag_ends: torch.Tensor
 ) -> torch.Tensor | None:
-    """Of each feature and sample; None where nothing is divided."""
+    """Divisor per feature and sample; None if there is no division."""
     if all(p == SUM for p in pooling):
         return None
     total = lengths

@@ -1,6 +1,6 @@
-"""Which of TorchRec's sharded modules freescale serves, and what happens to the others: one warning that says why.
+"""Which of TorchRec's sharded modules are supported. Each unsupported one gets one warning with the reason.
 
-A module that is not served keeps TorchRec's own forward, outside the graph. Under `strict` it is an error.
+An unsupported module keeps TorchRec's own forward, outside the graph. With `strict` it is an error.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 _SHARDINGS = ("row_wise", "table_wise", "column_wise", "data_parallel")
 _POOLED_SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
-_warnings: list[str] = []  # of this process, each given once
-_left_in: dict[CodeType, None] = {}  # what Dynamo has compiled up to the call of a module that is left to TorchRec
-_strict_errors: list[str] = []  # those met while a model with `strict` was traced
+_warnings: list[str] = []  # already logged in this process
+_left_in: dict[CodeType, None] = {}  # code compiled up to the call of a module that is left to TorchRec
+_strict_errors: list[str] = []  # raised while tracing a model with `strict`
 
 
 class UnsupportedTables(RuntimeError):
-    """Under `strict`: a module that freescale does not serve."""
+    """With `strict`: freescale does not support a module."""
 
 
 def raise_if_unsupported(cfg: Config) -> None:
@@ -34,7 +34,7 @@ def raise_if_unsupported(cfg: Config) -> None:
 
 
 def report_unsupported(module: Any, reason: str) -> None:
-    """Warn once that TorchRec's own code serves `module`; under `strict`, raise."""
+    """Warn once that `module` falls back to TorchRec's own forward; with `strict`, raise."""
     _left_in.update(dict.fromkeys(dynamo.codes_being_traced()))
     module.__dict__["_freescale_left_to_torchrec"] = True
     name = torchrec.qualified_name(module) or "a collection"
@@ -48,14 +48,14 @@ def report_unsupported(module: Any, reason: str) -> None:
 
 
 def forget_callers() -> None:
-    """Where a graph ends before the call of a module, nothing that Dynamo has compiled up to there asks which module it
-    is: another model of the same class would get it, with the call outside its graph."""
+    """Discard code that Dynamo compiled up to the call of an unsupported module. It has no guard on which module it
+    calls, so another model of the same class would reuse it and make the call outside its graph."""
     dynamo.forget_compiled(_left_in)
     _left_in.clear()
 
 
 def unsupported_reason(collection: Any) -> str | None:
-    """The first reason to leave an embedding collection to TorchRec, naming the table; None if it is supported."""
+    """The first reason why TorchRec must keep an embedding collection, naming the table; None if it is supported."""
     configs = torchrec.embedding_configs(collection)
     pooled = torchrec.is_pooled_collection(collection)
     for name, sharding in collection.module_sharding_plan.items():
@@ -73,7 +73,7 @@ def unsupported_reason(collection: Any) -> str | None:
     names = ", ".join(repr(c.name) for c in configs)
     env = torchrec.sharding_env(collection)
     if type(env).__name__ != "ShardingEnv" or env.process_group is None:
-        return f"tables {names} are sharded over more than one dimension of ranks"
+        return f"tables {names} are sharded over a multi-dimensional device mesh"
     if collection.qcomm_codecs_registry:
         return f"tables {names} use quantized communication"
     if torchrec.returns_indices(collection):
@@ -90,18 +90,18 @@ def unsupported_reason(collection: Any) -> str | None:
 
 
 def _unsupported_means(collection: Any) -> str | None:
-    """TorchRec's own numbers there are not means, and not to be had from rows in another way either."""
+    """Mean pooling where TorchRec's own result is not a mean, and cannot be computed from rows otherwise."""
     kinds = {name: sharding.sharding_type for name, sharding in collection.module_sharding_plan.items()}
     for config in torchrec.embedding_configs(collection):
         if config.pooling.value != "MEAN":
             continue
         if kinds[config.name] == "grid_shard":
-            return f"table {config.name!r} is grid_shard and mean-pooled: TorchRec adds up means of parts of a bag"
+            return f"table {config.name!r} is grid_shard and mean-pooled: TorchRec sums means of partial bags"
         others = (name for name, kind in kinds.items() if not torchrec.sums_over_ranks(kind))
         if torchrec.sums_over_ranks(kinds[config.name]) and (other := next(others, None)) is not None:
             return (
-                f"table {config.name!r} is {kinds[config.name]} and mean-pooled, so TorchRec also divides what table "
-                f"{other!r} gives, which is {kinds[other]}, by lengths: put them into different collections"
+                f"table {config.name!r} is {kinds[config.name]} and mean-pooled, so TorchRec also divides the output "
+                f"of table {other!r} ({kinds[other]}) by lengths: put them into different collections"
             )
     return None
 

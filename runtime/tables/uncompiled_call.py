@@ -1,4 +1,4 @@
-"""A lookup that is not compiled although the model is, because its forward was called in place of the model."""
+"""Warn about a lookup that is not compiled because the model's forward was called instead of the model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def warn_of_uncompiled_call() -> None:
-    """Outside of torch.compile, by each lookup; once for each model."""
+    """Called by each lookup outside torch.compile. Warns once per model."""
     module = compiled_modules.called_past_compile()
     if module is not None and module not in _warned:
         _warned.add(module)
         log.warning(
-            "freescale: %s.forward(...) was called, which model.compile does not compile: this runs eagerly. Call the "
-            "model itself, as in model(batch)",
+            "freescale: %s.forward(...) was called, which model.compile does not compile, so it runs eagerly. Call the "
+            "model itself: model(batch)",
             type(module).__name__,
         )

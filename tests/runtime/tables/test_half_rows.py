@@ -116,4 +116,4 @@ def _adam() -> str | None:
 
 def test_adam_of_float16_is_left_to_torchrec():
     (reason,) = run_ranks(_adam, 1)
-    assert "their rows are torch.float16, and freescale's Adam is for float32" in reason
+    assert "their rows are torch.float16, and freescale's Adam supports only float32" in reason

@@ -117,7 +117,7 @@ def _tensor_dict() -> tuple[list[float], list[float], list[str]]:
 def test_sequences_of_a_tensor_dict_are_left_to_torchrec(checked):
     for expected, found, (warning,) in checked.of("TensorDict"):
         assert found == expected
-        assert "features of table 'a' do not come as a KeyedJaggedTensor" in warning
+        assert "features of table 'a' are not a KeyedJaggedTensor" in warning
 
 
 CHECKS = {

@@ -13,7 +13,7 @@ import trec
 from loops import ROWS, batch_of, threads
 from ranks import HAS_TORCHREC, run_ranks
 
-REFUSED = "{} is looked up twice in a step, which cannot be planned ahead: look up all its ids at once, or train without"
+REFUSED = "{} is looked up twice in a step, which cannot be planned ahead: look up all ids in one call, or train without"
 
 
 class Twice(loops.Model):

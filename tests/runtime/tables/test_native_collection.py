@@ -141,8 +141,8 @@ def _sentences():
 def test_what_is_wrong_is_named():
     (sentences,) = run_ranks(_sentences, 1)
     expected = (
-        "has no tables", "no table 'b'", "no feature .* table 'a'", "nothing of the table 'b'", "'b' is empty",
-        "row_wise or table_wise, found 'column_wise'", "feature 'a', which is not given", "table 'a', which has 3 rows",
+        "has no tables", "no table 'b'", "no feature .* table 'a'", "no entry for table 'b'", "'b' is empty",
+        "row_wise or table_wise, found 'column_wise'", "feature 'a', which is missing", "table 'a', which has 3 rows",
     )  # fmt: skip
     for sentence, pattern in zip(sentences, expected, strict=True):
         assert re.search(pattern, sentence), (pattern, sentence)

@@ -114,7 +114,7 @@ def _bad_arguments():
 
     for kwargs, words in (
         ({"optimizer": "lamb"}, "one of sgd, rowwise_adagrad, adagrad, adam, partial_rowwise_adam, found 'lamb'"),
-        ({"weight_decay": 0.1}, "weight_decay is for adam and partial_rowwise_adam, not for sgd"),
+        ({"weight_decay": 0.1}, "weight_decay requires adam or partial_rowwise_adam, found sgd"),
         ({"sharding": "column_wise"}, "row_wise or table_wise"),
         ({"sharding": "table_wise", "owner": 9}, "owner 9 is not a rank"),
     ):
