@@ -1,1 +1,1 @@
-"""What happens outside the graph: sharded tables, exchanges, agreement between ranks."""
+"""Everything outside the graph: sharded tables, exchanges, agreement between ranks."""

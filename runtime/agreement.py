@@ -1,9 +1,9 @@
-"""Ranks that would run different programs find out before they exchange anything, and each says so.
+"""Detect ranks that would run different programs before they communicate, and raise on every rank.
 
-Every rank posts what it is about to run in the store of the default process group. The store counts how many ranks have
-come and how many have said the same; the last one that comes gives the verdict, for which all others wait. So a rank
-asks the store a few times, however many ranks there are. A rank that failed before it got here gives the verdict
-itself, and nobody waits for it. For a rank that is late, the others wait as long as it says that it is compiling.
+Each rank posts what it will run to the store of the default process group. The store counts arrivals and equal posts;
+the last rank to arrive posts the verdict that all ranks wait for. So the number of store requests per rank does not
+depend on the number of ranks. A rank that failed earlier posts the verdict itself, so no rank waits for it. Ranks wait
+for a late rank as long as it reports that it is compiling.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 _KEY = "freescale/agree"
 _COMPILING = "freescale/compiling"
 _EVERYONE = "all"
-_BEAT_SECONDS = 5.0  # between two signs that a rank is compiling; less where the time-out is short
-_LONGEST_PAUSE = 0.2  # seconds between two questions to the store
-_STORE_SECONDS = 5.0  # for an answer of the store; the rank that keeps it may be the one that is gone
-_LONG_LIST = 8  # entries; of a longer one only what differs is shown
-_generations: Counter[str] = Counter()  # per group of ranks: how often they have agreed
+_BEAT_SECONDS = 5.0  # between two heartbeats of a compiling rank; less if the timeout is short
+_LONGEST_PAUSE = 0.2  # seconds between two polls of the store
+_STORE_SECONDS = 5.0  # for a response of the store, whose host process may be gone
+_LONG_LIST = 8  # entries; for longer lists, only differences are shown
+_generations: Counter[str] = Counter()  # per group of ranks: number of completed agreements
 
 
 class Disagreement(RuntimeError):
-    """Ranks with different settings, or a rank that failed or did not come."""
+    """Ranks have different settings, or a rank failed or did not arrive."""
 
 
 def _looks(seconds: float) -> Iterator[None]:
-    """Now, and again after growing pauses, for so long.
+    """Yield now, and again after growing pauses, for `seconds`.
 
-    Not the store's own wait: until that ends, nothing else of this process can ask the store.
+    Not the store's own wait, which would block other store requests of this process.
     """
     end, pause = time.monotonic() + seconds, 0.002
     while True:
@@ -69,21 +69,21 @@ class _Meeting:
         self._verdict = f"{self._prefix}/verdict"
 
     def post(self, settings: dict[str, object], world: int) -> None:
-        """Say what this rank runs; the last of so many ranks also gives the verdict."""
+        """Post what this rank runs. The last of `world` ranks also posts the verdict."""
         text = json.dumps(settings, sort_keys=True)
         self._store.set(self._key_of(dist.get_rank()), text)
         same = f"{self._prefix}/same/{hashlib.sha256(text.encode()).hexdigest()}"
         self._store.add(same, 1)
         if self._store.add(f"{self._prefix}/arrived", 1) == world:
-            # Whoever has arrived has been counted before; adding nothing reads the count.
+            # Each rank increments `same` before `arrived`. Adding zero reads the count.
             self.give_verdict({} if self._store.add(same, 0) == world else {"different": True})
 
     def give_verdict(self, verdict: dict[str, object]) -> None:
-        """The first one counts."""
+        """Post a verdict; the first one wins."""
         self._store.compare_set(self._verdict, "", json.dumps(verdict))
 
     def wait(self, seconds: float) -> dict[str, Any] | None:
-        """The verdict; None if there is none by then."""
+        """The verdict; None on timeout."""
         for _ in _looks(seconds):
             if self._store.check([self._verdict]):
                 return json.loads(self._store.get(self._verdict))
@@ -100,7 +100,7 @@ class _Meeting:
 
 
 def post_failure(error: BaseException) -> None:
-    """Tell the others that this rank will not come. Never raises: the user must see the error itself."""
+    """Tell the other ranks that this rank failed. Never raises, so that the user sees the original error."""
     if _has_peers():
         try:
             verdict = {"rank": dist.get_rank(), "error": f"{type(error).__name__}: {error}"}
@@ -112,7 +112,7 @@ def post_failure(error: BaseException) -> None:
 def agree(settings: dict[str, object], timeout: float, group_name: str | None = None) -> None:
     """Raise on every rank unless all ranks of a group call this with the same `settings`.
 
-    A rank that has not come `timeout` seconds after this one is waited for as long as it compiles.
+    A rank that is more than `timeout` seconds late is waited for while it compiles.
     """
     if not _has_peers():
         return
@@ -132,8 +132,8 @@ def agree(settings: dict[str, object], timeout: float, group_name: str | None = 
 
 
 def first_reason(key: str, reason: str = "", instead_of: str = "") -> str:
-    """Post `reason` in the store for the other ranks, and return the first that a rank has posted there. Without
-    `reason`: return that, or "". `instead_of`: one that `reason` replaces. Never raises, and returns within seconds."""
+    """Post `reason` to the store unless another rank has posted one, and return the first posted. Without `reason`:
+    return the first posted, or "". `instead_of`: a reason to replace. Never raises, and returns within seconds."""
     found: list[str] = []
 
     def ask() -> None:
@@ -143,7 +143,7 @@ def first_reason(key: str, reason: str = "", instead_of: str = "") -> str:
     thread = threading.Thread(target=ask, name="freescale-store", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # when the process ends (from Python 3.12 on), or at a limit of threads
+    except RuntimeError:  # at process exit (Python 3.12+), or at the thread limit
         return reason
     thread.join(_STORE_SECONDS)
     return found[0] if found else reason
@@ -153,19 +153,18 @@ _compared: set[str] = set()
 
 
 def compare_soon(name: str, value: str, others: Iterable[str], seconds: float) -> None:
-    """Raise if a rank that was here before, or comes within `seconds`, has another of the possible values.
+    """Raise if a rank that called this earlier, or calls it within `seconds`, has another of the possible values.
 
-    For what only some of the ranks would meet about: whoever comes has to say it, and waits for a moment at most, once
-    in a process.
+    For settings that only some ranks would synchronize on. A rank waits briefly, once per process.
     """
     if name in _compared or not _has_peers():
         return
     _compared.add(name)
     store, rank, prefix = distributed.default_store(), dist.get_rank(), f"{_KEY}/{name}"
     try:
-        store.compare_set(f"{prefix}/first/{value}", "", str(rank))  # the first one counts
+        store.compare_set(f"{prefix}/first/{value}", "", str(rank))  # the first one wins
         store.add(f"{prefix}/ranks/{value}", 1)
-    except RuntimeError as error:  # the store of a group that only pretends to have peers
+    except RuntimeError as error:  # e.g. the store of a fake process group
         log.info("%s is not compared with that of other ranks: %s", name, error)
         return
     for _ in _looks(seconds):
@@ -180,7 +179,7 @@ _agreed_launches: set[str] = set()
 
 
 def _agree_on_launches(first: torch.Tensor, launches: str, group_name: str, timeout: float) -> torch.Tensor:
-    """In a graph, before its first launch. The text is part of the compiled code, so it also comes out of a cache."""
+    """Runs in a graph before its first launch. The text is part of the compiled code, so it survives caching."""
     if launches not in _agreed_launches:
         direction, *names = launches.split("; ")
         agree({f"what the {direction} graph launches": names}, timeout, group_name)
@@ -190,7 +189,7 @@ def _agree_on_launches(first: torch.Tensor, launches: str, group_name: str, time
 
 @cache
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """For all graphs the same: nothing is in it, and to make one takes as long as all the rest of the op."""
+    """An empty tensor shared by all graphs: creating it would take as long as the rest of the op."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
@@ -201,7 +200,7 @@ def _wait_for_verdict(meeting: _Meeting, ranks: list[int], timeout: float) -> di
     verdict = meeting.wait(timeout)
     while verdict is None:
         missing = meeting.missing(ranks)
-        if not missing:  # all have posted, but the one that was to give the verdict is gone: then anybody gives it
+        if not missing:  # the rank that should have posted the verdict is gone, so any rank posts it
             texts = {json.dumps(meeting.settings_of(rank), sort_keys=True) for rank in ranks}
             meeting.give_verdict({} if len(texts) == 1 else {"different": True})
         before = _beats(missing)
@@ -233,7 +232,7 @@ def _compare(settings: Mapping[int, Mapping[str, object]]) -> None:
 
 
 def _what_differs(expected: object, actual: object) -> tuple[object, object]:
-    """Of two long lists what only one of them has, if there is something."""
+    """For two long lists, only the entries that differ, if any."""
     if not (isinstance(expected, list) and isinstance(actual, list)) or max(len(expected), len(actual)) <= _LONG_LIST:
         return expected, actual
     only_expected, only_actual = ([x for x in a if x not in b] for a, b in ((expected, actual), (actual, expected)))
@@ -241,7 +240,7 @@ def _what_differs(expected: object, actual: object) -> tuple[object, object]:
     return (only_expected[:_LONG_LIST], only_actual[:_LONG_LIST]) if different else (expected, actual)
 
 
-# ---- signs of ranks that compile ---------------------------------------------------------------------------------
+# ---- heartbeats of compiling ranks -------------------------------------------------------------------------------
 
 
 def _beat_seconds(timeout: float) -> float:
@@ -255,7 +254,7 @@ def _beats(ranks: list[int]) -> dict[int, int]:
 
 @contextlib.contextmanager
 def while_compiling(timeout: float) -> Iterator[None]:
-    """Others that wait for this rank are told, now and then, that it is compiling."""
+    """Tell waiting ranks periodically that this rank is compiling."""
     if not _has_peers():
         yield
         return
@@ -265,7 +264,7 @@ def while_compiling(timeout: float) -> Iterator[None]:
         while not done.wait(_beat_seconds(timeout)):
             try:
                 store.add(key, 1)
-            except Exception:  # noqa: BLE001  (the store is gone, and with it whoever would ask)
+            except Exception:  # noqa: BLE001  (the store is gone, so no rank is waiting)
                 return
 
     thread = threading.Thread(target=tell, name="freescale: compiling", daemon=True)

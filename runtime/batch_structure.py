@@ -1,4 +1,4 @@
-"""Batches of any structure: find the ids that the exchanges need, move everything to a device or what is needed back.
+"""Batches of any structure: find the ids that the exchanges need, and move tensors to a device or to the host.
 
 A batch is a tensor, a KeyedJaggedTensor, or a dict, list, tuple or dataclass of batches. A feature is a key of a
 KeyedJaggedTensor, or a dict key or field name whose value is an integer tensor.
@@ -25,7 +25,7 @@ def is_kjt(x: Any) -> bool:
 
 
 def children(x: Any) -> Iterator[tuple[str, Any]]:
-    """What a dict, dataclass, list or tuple holds, by name."""
+    """Children of a dict, dataclass, list or tuple, by name."""
     if type(x) is dict or isinstance(x, Mapping):
         yield from ((str(k), v) for k, v in x.items())
     elif dataclasses.is_dataclass(x) and not isinstance(x, type):
@@ -37,7 +37,7 @@ def children(x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _named_leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """`leaves`, each with the key or field name of its place."""
+    """`leaves`, each with its key or field name."""
     if is_kjt(x) or isinstance(x, torch.Tensor):
         yield name, x
     else:
@@ -46,8 +46,8 @@ def _named_leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _find_features(batch: Any, wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(feature, tensor or KeyedJaggedTensor that holds its ids) for each place in the batch where a wanted one is. What
-    has the name of a key of a KeyedJaggedTensor is not that feature: a label, for example."""
+    """Yield (feature, tensor or KeyedJaggedTensor with its ids) for each occurrence of a wanted feature. A tensor with
+    the same name as a key of a KeyedJaggedTensor is not that feature: it may be a label."""
     named = list(_named_leaves("", batch))
     keys = {key for _, x in named if is_kjt(x) for key in x.keys()}
     for name, x in named:
@@ -63,8 +63,8 @@ def id_holders(batch: Any, wanted: Sequence[str]) -> list[Any]:
 
 
 def places_of_features(batch: Any, wanted: Sequence[str]) -> list[int] | None:
-    """Which of the `leaves` hold the ids of the wanted features, the same for all batches of one structure. None where
-    that is not all there is to know: with KeyedJaggedTensors, and where `feature_ids` refuses the batch."""
+    """Indices of the `leaves` that hold ids of the wanted features, valid for all batches of the same structure. None
+    for batches with KeyedJaggedTensors, and where `feature_ids` raises."""
     named = list(_named_leaves("", batch))
     if any(is_kjt(x) for _, x in named):
         return None
@@ -88,12 +88,12 @@ def leaves(x: Any) -> Iterator[Any]:
 
 
 def feature_ids(batch: Any, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The ids of each wanted feature, on the CPU. An error names the feature that is missing or there twice."""
+    """The ids of each wanted feature, on the CPU. Raises if a feature is missing or ambiguous."""
     return feature_ids_and_counts(batch, wanted)[0]
 
 
 def feature_ids_and_counts(batch: Any, wanted: Iterable[str]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Also how many values every key has of the KeyedJaggedTensors that hold the ids, wanted or not."""
+    """Also the number of values per key of the KeyedJaggedTensors that hold the ids, for all keys."""
     wanted = list(dict.fromkeys(wanted))
     ids: dict[str, torch.Tensor] = {}
     places = list(_find_features(batch, wanted))
@@ -101,7 +101,7 @@ def feature_ids_and_counts(batch: Any, wanted: Iterable[str]) -> tuple[dict[str,
     splits = {id(x): _split(x.keys(), *host[id(x)]) for x in {id(x): x for _, x in places if is_kjt(x)}.values()}
     for name, x in places:
         if name in ids:
-            raise ValueError(f"freescale: feature {name!r} is in the batch twice; which one to plan cannot be told")
+            raise ValueError(f"freescale: feature {name!r} is in the batch twice: cannot tell which one to plan")
         if is_kjt(x):
             ids[name] = splits[id(x)][name]
         elif x.dim() != 1:
@@ -120,7 +120,7 @@ def feature_ids_and_counts(batch: Any, wanted: Iterable[str]) -> tuple[dict[str,
 
 
 def _ids_on_host(holders: Sequence[Any]) -> dict[int, list[torch.Tensor]]:
-    """By the id() of each holder, its ids; and the lengths of a KeyedJaggedTensor, and the offsets that it has."""
+    """Ids per holder, keyed by id(holder); for a KeyedJaggedTensor also its lengths, and offsets if it has them."""
     parts = {id(x): [x.values(), x.lengths(), x.offsets_or_none()] if is_kjt(x) else [x] for x in holders}
     host = iter(to_host([t for tensors in parts.values() for t in tensors if t is not None]))
     return {key: [next(host) for t in tensors if t is not None] for key, tensors in parts.items()}
@@ -129,7 +129,7 @@ def _ids_on_host(holders: Sequence[Any]) -> dict[int, list[torch.Tensor]]:
 def _split(
     keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Values per key; also for a batch without samples, which KJT.to_dict refuses."""
+    """Values per key. Unlike KJT.to_dict, supports a batch without samples."""
     fault = keyed_lengths.find_fault(len(keys), keyed_lengths.are_unique(keys), lengths, offsets, values.shape[0])
     if fault.kind:
         raise ValueError(f"freescale: {fault.describe()}")
@@ -138,8 +138,7 @@ def _split(
 
 
 def describe_structure(x: Any) -> str:
-    """What a batch is made of, in words; equal for batches of the same structure. What holds no tensors may be
-    anything: words, numbers or None."""
+    """Description of a batch, equal for batches of the same structure. Values without tensors may differ."""
     if is_kjt(x):
         return f"KeyedJaggedTensor({', '.join(x.keys())})"
     if isinstance(x, torch.Tensor):
@@ -151,8 +150,8 @@ def describe_structure(x: Any) -> str:
 
 
 def summarize_structure(x: Any, found: list[Any]) -> Any:
-    """For batches of one structure the same, and quicker to make and to compare than words. (Batches of which it is not
-    the same may still have one structure in words.) Adds the batch's `leaves` to `found`."""
+    """A value to compare structures, faster than describe_structure. Batches with different values may still have the
+    same description. Appends the batch's `leaves` to `found`."""
     kind, others = type(x), len(found)
     if isinstance(x, torch.Tensor):
         found.append(x)
@@ -168,7 +167,7 @@ def summarize_structure(x: Any, found: list[Any]) -> Any:
 
 
 def to_device(x: Any, device: torch.device) -> Any:
-    """The batch on `device`, copied from pinned memory without waiting. On the CPU the batch itself."""
+    """The batch on `device`, copied asynchronously from pinned memory. On the CPU, the batch itself."""
     if device.type == "cpu":
         return x
     if is_kjt(x) or isinstance(x, torch.Tensor):
@@ -180,7 +179,7 @@ def to_device(x: Any, device: torch.device) -> Any:
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors on the CPU. This thread waits once for each device they are on, for its current stream there."""
+    """The tensors on the CPU. Synchronizes once per device, with its current stream."""
     host, streams = [], {}
     for t in tensors:
         if t.is_cuda:
@@ -193,7 +192,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class BatchEvent:
-    """The end of what one thread does on its streams to make a batch. Another one that uses it calls `wait` first."""
+    """The end of the work of one thread's streams on a batch. Another thread calls `wait` before it uses the batch."""
 
     def __init__(self, batch: Any) -> None:
         self._tensors = [t for t in _tensors(batch) if t.is_cuda]
@@ -201,7 +200,7 @@ class BatchEvent:
         self._events = {device: stream.record_event() for device, stream in self._streams.items()}
 
     def wait(self) -> None:
-        """The current streams wait; memory that the batch leaves is not used again before they have used it."""
+        """Make the current streams wait, and keep the batch's memory from being reused before they are done."""
         for device, event in self._events.items():
             current = torch.cuda.current_stream(device)
             if current != self._streams[device]:
@@ -212,7 +211,7 @@ class BatchEvent:
 
 
 def versions(holders: Iterable[Any]) -> list[int]:
-    """Of tensors and of the ids and lengths of KeyedJaggedTensors: an in-place write counts one of them up."""
+    """Versions of tensors, and of values and lengths of KeyedJaggedTensors. An in-place write increments one."""
     parts = ([x.values(), x.lengths()] if is_kjt(x) else [x] for x in holders)
     return [dynamo.version_of(t) for tensors in parts for t in tensors]
 
@@ -226,7 +225,7 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def map_children(x: Any, change: Callable[[Any], Any]) -> Any:
-    """A twin of x with `change(child)` for each child, in the order of `children`."""
+    """A copy of x with `change(child)` for each child, in the order of `children`."""
     if type(x) is dict:
         return {k: change(v) for k, v in x.items()}
     if isinstance(x, MutableMapping):

@@ -1,7 +1,7 @@
-"""Dense parameters whose gradients the compiled graphs average: which they are, and that all ranks begin alike.
+"""Dense parameters whose gradients the compiled graphs average: track them, and synchronize them at the start.
 
-DistributedDataParallel sends rank 0's parameters to all others when it is made. Without it, that is done here, before
-the first graph that takes them runs. Buffers stay each rank's own, as in TorchRec's DistributedModelParallel.
+DistributedDataParallel broadcasts rank 0's parameters when it is constructed. Without DDP, that happens here, before
+the first graph that uses them runs. Buffers stay local, as in TorchRec's DistributedModelParallel.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from freescale.runtime import agreement
 
 log = logging.getLogger(__name__)
 
-_BROADCAST_BYTES = 25 << 20  # at once
+_BROADCAST_BYTES = 25 << 20  # per broadcast
 
 
 class TensorSet:
-    """Tensors by identity, as long as they live."""
+    """A weak set of tensors, by identity."""
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -36,13 +36,13 @@ class TensorSet:
         return ref is not None and ref() is tensor
 
 
-AVERAGED_BY_TABLES = TensorSet()  # tables that every rank holds whole: their lookup averages the gradient itself
+AVERAGED_BY_TABLES = TensorSet()  # replicated tables: their lookup averages the gradient itself
 AVERAGED_IN_GRAPHS = TensorSet()
-_alike = TensorSet()  # sent by rank 0
+_alike = TensorSet()  # broadcast from rank 0
 
 
 def begin_alike(parameters: Sequence[tuple[str, torch.Tensor]], group_name: str, timeout: float) -> None:
-    """All ranks of the group take the values of its first rank, once per tensor. Collective."""
+    """Broadcast the values of the group's first rank to all ranks, once per tensor. Collective."""
     new = [(name, t) for name, t in parameters if t not in _alike]
     if not new:
         return
@@ -55,13 +55,13 @@ def begin_alike(parameters: Sequence[tuple[str, torch.Tensor]], group_name: str,
         _alike.add(tensor)
     if changed:
         log.info(
-            "%d parameters, the first of them %s, were not those of rank %d; they are now",
+            "synchronized %d parameters (the first is %s) with rank %d, whose values differed",
             len(changed), changed[0], dist.get_global_rank(group, 0),
         )  # fmt: skip
 
 
 def _parts(parameters: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
-    """Of one device each, and not too large."""
+    """Split by device and size."""
     parts: list[list[tuple[str, torch.Tensor]]] = []
     size = 0
     for name, tensor in sorted(parameters, key=lambda p: str(p[1].device)):
@@ -74,14 +74,14 @@ def _parts(parameters: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, t
 
 
 def _receive(part: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> list[str]:
-    """The names of those that were different here."""
+    """Return the names of parameters that differed on this rank."""
     mine = [_bytes(t) for _, t in part]
     flat = torch.cat(mine)
     dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
     changed = []
     for (name, tensor), own, theirs in zip(part, mine, flat.split([m.numel() for m in mine]), strict=True):
         if not torch.equal(own, theirs):
-            # Not through .data: where a tensor has been used already, autograd must notice.
+            # Not through .data: autograd must see the change of a tensor that is already in use.
             tensor.detach().copy_(theirs.clone().view(tensor.dtype).view(tensor.shape))
             changed.append(name)
     return changed

@@ -1,11 +1,11 @@
-"""The bubble meter: per step of this rank, where its time went and what travelled.
+"""The bubble meter: per step of this rank, where its time went and what was sent.
 
-It is always on: a few microseconds per launch. A LookaheadLoader marks where a step ends; without one,
-`freescale.meter.mark()` does.
+It is always on and costs a few microseconds per launch. A LookaheadLoader marks the end of each step; without one, call
+`freescale.meter.mark()`.
 
-On a GPU the host runs ahead of the device, so that a time in which the host waited need not be one in which the device
-had nothing to do. There, a step is what lies between two events on the compute stream; a third one in front of its
-graph tells how long the stream stood still until then, and what the host did meanwhile says why.
+On a GPU the host runs ahead of the device, so a wait of the host need not idle the device. There, a step is the time
+between two events on the compute stream. A third event right before the step's graph shows how long the stream was idle
+until then; the host's records show why.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from freescale.kernels.transports import cuda_driver, launch_record
 from freescale.views.step_parts import BETWEEN_STEPS, LOADER, MEETING, PLANNER, straggling
 
 KEPT = 10_000
-_MOST_UNTOLD = 64  # steps whose times other ranks may still be told
+_MOST_UNTOLD = 64  # steps whose times may still be sent to other ranks
 
 
 class DeviceStep:
-    """A step on a GPU, as its compute stream sees it: from where it begins until its graph begins, and to its end."""
+    """A step on a GPU, timed on its compute stream: from its start to its graph's start, and to its end."""
 
     def __init__(self, device: torch.device, end_of_last: tuple[Any, int, Any] | None = None) -> None:
-        """`end_of_last`: what `end` of the step before has just returned."""
+        """`end_of_last`: the return value of the previous step's `end`."""
         self._driver = cuda_driver.driver_of(device)
         self._stream = self._driver.current_stream()
         same_place = end_of_last is not None and end_of_last[:2] == (self._driver, self._stream)
         began = end_of_last[2] if end_of_last is not None and same_place else self._record()
-        self._events: list[Any] = [began, None, None]  # its begin, its graph's, its end
+        self._events: list[Any] = [began, None, None]  # its start, its graph's start, its end
         self._host_began = time.perf_counter()
-        self.host_seconds = 0.0  # until the graph began
-        self.gap_seconds = self.seconds = 0.0  # until the device has got there
+        self.host_seconds = 0.0  # until the graph started
+        self.gap_seconds = self.seconds = 0.0  # on the device, set by `read`
 
     def _record(self) -> Any:
         return self._driver.record_event(self._stream, timing=True)
@@ -51,13 +51,13 @@ class DeviceStep:
             self.host_seconds = time.perf_counter() - self._host_began
 
     def end(self) -> tuple[Any, int, Any]:
-        """The event, and what it was recorded with and on."""
+        """Return the event, and the driver and stream that recorded it."""
         self._events[2] = self._record()
         return self._driver, self._stream, self._events[2]
 
     def read(self) -> bool:
-        """Whether the device has told all there is to tell."""
-        events = self._events  # another thread may have read them in between
+        """Read the times if the device has reached the end; return whether it has."""
+        events = self._events  # another thread may clear them concurrently
         if not events:
             return True
         began, graph_began, ended = events
@@ -77,26 +77,26 @@ class FinishedStep:
     records: list[launch_record.LaunchRecord]  # of its launches
     on_device: DeviceStep | None = None
     began: float = 0.0  # by time.perf_counter()
-    longest_busy: float | None = None  # seconds that the rank with the most to do was busy; None: not told
+    longest_busy: float | None = None  # busy seconds of the busiest rank; None: unknown
 
 
 class RankTimes:
-    """How long each rank was busy in the steps of one loop. Ranks tell each other with the plans of later batches."""
+    """Busy time of each rank in the steps of one loop. Ranks exchange these along with the plans of later batches."""
 
     def __init__(self, world: int) -> None:
         self._world = world
-        self._untold: deque[tuple[int, FinishedStep]] = deque(maxlen=_MOST_UNTOLD)  # of this rank
-        self._steps: dict[int, FinishedStep] = {}  # that not all ranks have told of
-        self._told: dict[int, list[int]] = {}  # of these: how many ranks have, and the most nanoseconds
+        self._untold: deque[tuple[int, FinishedStep]] = deque(maxlen=_MOST_UNTOLD)  # of this rank, not sent yet
+        self._steps: dict[int, FinishedStep] = {}  # not all ranks have reported these
+        self._told: dict[int, list[int]] = {}  # for these: number of reports, and max nanoseconds
 
     def ended(self, number: int, step: FinishedStep | None) -> None:
-        """In the training thread. `step`: None where none came before a batch."""
+        """Called by the training thread. `step`: None if no step preceded a batch."""
         if step is not None and number >= 0:
             self._untold.append((number, step))
 
     def tell(self) -> tuple[int, int]:
-        """Number of a step, and nanoseconds; (-1, 0) where there is none whose times are known. In the planning thread,
-        as `hear`."""
+        """Return the number and nanoseconds of a finished step, or (-1, 0) if there is none. Called by the planning
+        thread, like `hear`."""
         if not self._untold or not is_known(self._untold[0][1]):
             return -1, 0
         number, step = self._untold.popleft()
@@ -104,10 +104,10 @@ class RankTimes:
         return number, max(round(summary(step)["busy"] * 1e9), 0)
 
     def hear(self, of_ranks: Sequence[tuple[int, int]] | np.ndarray) -> None:
-        """What each rank has told with a batch."""
+        """Process what each rank reported with a batch."""
         numbers, times = np.asarray(of_ranks).T
         first = int(numbers[0])
-        if first in self._steps and first not in self._told and (numbers == first).all():  # as nearly always
+        if first in self._steps and first not in self._told and (numbers == first).all():  # the common case
             self._steps.pop(first).longest_busy = int(times.max()) / 1e9
             return
         for number, nanoseconds in zip(numbers.tolist(), times.tolist(), strict=True):
@@ -117,13 +117,13 @@ class RankTimes:
             told[:] = told[0] + 1, max(told[1], nanoseconds)
             if told[0] == self._world:
                 self._steps.pop(number).longest_busy = self._told.pop(number)[1] / 1e9
-        while len(self._told) > _MOST_UNTOLD:  # a rank that evaluates has lost some
+        while len(self._told) > _MOST_UNTOLD:  # a rank that evaluates drops some
             self._steps.pop(oldest := next(iter(self._told)), None)
             del self._told[oldest]
 
 
 class Meter:
-    """Steps of this rank. One for the process: `freescale.meter`."""
+    """Steps of this rank. There is one per process: `freescale.meter`."""
 
     def __init__(self) -> None:
         self._steps: deque[FinishedStep] = deque(maxlen=KEPT)
@@ -134,15 +134,14 @@ class Meter:
         self._listeners: list[Callable[[FinishedStep], None]] = []
 
     def mark(self, step: Any = None, device: torch.device | None = None) -> FinishedStep | None:
-        """A step ends here and the next one, called `step`, begins. Returns the one that ended, for `summary`.
+        """End the current step and start the next one, called `step`. Return the finished one, for `summary`.
 
-        `device`: a GPU whose current stream the step computes on; then what it waits for before the model is called is
-        told by that stream.
+        `device`: a GPU whose current stream runs the step. That stream then measures waits before the model call.
         """
         now, records = time.perf_counter(), list(launch_record.records)
         launch_record.records.clear()
         if not all(r.wait_ended for r in records):
-            # A launch that nobody has waited for yet belongs to the step that will wait.
+            # A launch with a pending wait belongs to the step that will wait for it.
             launch_record.records.extend(r for r in records if not r.wait_ended)
             records = [r for r in records if r.wait_ended]
         finished = end_of_last = None
@@ -162,21 +161,21 @@ class Meter:
         return finished
 
     def name_step(self, step: Any) -> None:
-        """The step that is under way has this name."""
+        """Name the current step."""
         self._step_name = step
 
     def graph_begins(self) -> None:
-        """The model of the step that is under way is called now."""
+        """Mark the start of the model call of the current step."""
         if self._on_device is not None:
             self._on_device.graph_begins()
 
     def pause(self) -> None:
-        """A step ends here and no other begins: what follows is not training."""
+        """End the current step without starting another: what follows is not training."""
         self.mark()
         self._began = None
 
     def discard(self) -> None:
-        """There will be no such step as the one that has begun."""
+        """Drop the current step."""
         if self._on_device is not None:
             self._unread.remove(self._on_device)
         self._began, self._on_device = None, None
@@ -185,34 +184,34 @@ class Meter:
         self._steps.clear()
 
     def host_bound_share(self, last: int = 100) -> float:
-        """The share of the last steps in which the GPU had no work because of the host; 0.0 without a GPU."""
+        """Share of the last steps in which the GPU was idle because of the host; 0.0 without a GPU."""
         known = [summary(s) for s in list(self._steps)[-last:] if is_known(s)]
         seconds = sum(s["seconds"] for s in known)
         return sum(s["host_bound"] for s in known) / seconds if seconds else 0.0
 
     def listen(self, listener: Callable[[FinishedStep], None]) -> Callable[[], None]:
-        """Call `listener` with every step that ends, in the training thread. Returns a function that ends it."""
+        """Call `listener` with each finished step, in the training thread. Return a function that removes it."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def steps(self) -> list[dict[str, Any]]:
-        """One entry per step, oldest first, times in seconds. Empty where no step has ended.
+        """One entry per step, oldest first, times in seconds. Empty before the first step ends.
 
-        step        its name: the number of the batch under a LookaheadLoader
-        seconds     from its begin to its end, on a GPU by its compute stream: the sum of the following five
+        step        its name: the batch number with a LookaheadLoader
+        seconds     from its start to its end, on a GPU on its compute stream: the sum of the following five
         compute     the rest of the step
-        exposed     this rank computed nothing because rows or gradients were not there, and no rank had more to do
-        loader      it waited for the loader to give a batch, or for the batch to be planned
-        straggler   it waited for a rank that had more to do in this step: as far as that rank was longer busy. Ranks
-                    tell each other under a LookaheadLoader, three steps later or so; for a step of which they have not,
-                    the wait for the other ranks to begin it, and the rest is in `exposed`
-        host_bound  the GPU had no work while the host did something else before it called the model. (What a GPU waits
-                    for between two kernels of a graph is in `compute`; a profile of torch tells.)
-        busy        compute and host_bound: what this rank did itself
-        waits       exposed, loader and straggler by what was waited for: "urgent rows of item", "late gradients of
-                    item", "dense gradients", "loader", "planner", "meeting of the ranks", ...
-        bytes       received, by the same names; where rows are compressed, without what a rank has from itself
-        flight      from launch to arrival, by the same names; an upper bound where it arrived before it was waited for
+        exposed     this rank was idle because rows or gradients had not arrived, and no rank was busier
+        loader      waiting for the data loader, or for the batch's plan
+        straggler   waiting for a rank with more work in this step: at most the difference in busy time. With a
+                    LookaheadLoader, ranks exchange busy times about three steps later. For a step without them, this is
+                    the wait for the other ranks to start it, and the rest is in `exposed`
+        host_bound  the GPU was idle while the host did other work before the model call. (Gaps between kernels of a
+                    graph are in `compute`; use torch's profiler for these.)
+        busy        compute and host_bound: this rank's own work
+        waits       exposed, loader and straggler by cause: "urgent rows of item", "late gradients of item", "dense
+                    gradients", "loader", "planner", "meeting of the ranks", ...
+        bytes       received, by the same names; for compressed rows, excluding a rank's messages to itself
+        flight      from launch to arrival, by the same names; an upper bound if it arrived before the wait
         """
         return [summary(s) for s in self._steps]
 
@@ -229,7 +228,7 @@ def summary(step: FinishedStep) -> dict[str, Any]:
         flight[r.label] = flight.get(r.label, 0.0) + r.flight_seconds()
     host_bound = 0.0
     if on_device is not None:
-        # What the host waited for counts as far as the stream stood still meanwhile.
+        # Host waits count to the extent that the stream was idle meanwhile.
         known = on_device.read()
         seconds = on_device.seconds if known else seconds
         idle = on_device.gap_seconds / on_device.host_seconds if on_device.host_seconds else 0.0
@@ -257,13 +256,13 @@ def summary(step: FinishedStep) -> dict[str, Any]:
 
 
 def is_known(step: FinishedStep) -> bool:
-    """Whether a GPU has told all its times."""
+    """Whether all times of the step have been read from the GPU."""
     return all(r.read_events() for r in step.records) and (step.on_device is None or step.on_device.read())
 
 
 def record_averages(model: torch.nn.Module, tables: Sequence[str], device: torch.device) -> Callable[[], None]:
-    """Where DDP averages gradients of the model: what a step waits for that at the end of a backward pass, in which the
-    `tables` are updated, is recorded as that for dense gradients. Returns a function that ends it."""
+    """With DDP, attribute the wait for its gradient averaging to dense gradients: the wait at the end of a backward
+    pass that updates the `tables`. Return a function that undoes this."""
     if not distributed.wraps_in_ddp(model):
         return lambda: None
     updated = 0

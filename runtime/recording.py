@@ -1,18 +1,18 @@
-"""`FREESCALE_RECORD=DIR`: one file per rank, a line of JSON for whatever happened, appended as it goes.
+"""`FREESCALE_RECORD=DIR`: one file per rank, appended with one JSON line per event.
 
     start     run, rank, world, versions, device; the first line
-    graph     what was found and what each pass did, or why not; also of graphs that were loaded from torch's caches;
+    graph     what was found and what each pass did, or why not; also for graphs loaded from torch's caches;
               `compilation`: which forward and backward graph belong together
-    step      an entry of freescale.meter.steps() but for what follows from its launches, when it began, and these:
-              [label, launched, wait began, wait ended, bytes, exposed, flight], times as whole numbers of 0.1
-              microseconds, from the step's begin on: numbers with a point take several times as long to write
+    step      an entry of freescale.meter.steps() without what follows from its launches, its start time, and launches:
+              [label, launched, wait began, wait ended, bytes, exposed, flight], times as integers in units of 0.1
+              microseconds from the step's start (floats take several times longer to serialize)
     plan      an entry of LookaheadLoader.stats()
     balance   an entry of LookaheadLoader.balance_stats()
-    end       the process has ended by itself; the last line
+    end       the process exited normally; the last line
 
-The training thread only puts things into a queue. A thread of its own writes once a second, so what a killed process
-leaves behind lacks a second at most. A file that cannot be written ends the record, with a warning, not the training.
-`python -m freescale report DIR` reads it.
+The training thread only appends to a queue. A separate thread writes once a second, so a killed process loses at most
+the last second. If the file cannot be written, the recording stops with a warning; training continues.
+Read it with `python -m freescale report DIR`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from freescale.views.step_parts import BETWEEN_STEPS
 log = logging.getLogger(__name__)
 
 _WRITE_EVERY = 1.0  # seconds
-_PAUSE = 2e-4  # seconds after each line: a training thread that wants Python's lock need not wait for them all
+_PAUSE = 2e-4  # seconds after each line, so that the training thread can take the GIL
 _TICKS = 1e7  # per second
-_UNMEASURED = 64  # balance entries that may wait for what was measured
+_UNMEASURED = 64  # max balance entries that wait for measured times
 _recorders: dict[str, Recorder] = {}
 
 
 def recorder(folder: str) -> Recorder | None:
-    """The one of this process for this folder; None where nothing is to be recorded."""
+    """This process's recorder for the folder; None if recording is off."""
     if not folder:
         return None
     if folder not in _recorders:
@@ -56,7 +56,7 @@ def recorder(folder: str) -> Recorder | None:
 
 
 class Recorder:
-    """Appends to one file. Its methods only queue, and can be called from any thread."""
+    """Appends to one file. Its methods only queue, and are thread-safe."""
 
     def __init__(self, folder: str) -> None:
         in_world = dist.is_available() and dist.is_initialized()
@@ -64,9 +64,9 @@ class Recorder:
         self.run = _run_name(in_world)
         self.path = Path(folder) / f"{self.run}-rank{self.rank:05d}.jsonl"
         self._queue: deque[tuple[str, Any]] = deque()
-        self._steps: deque[meter.FinishedStep] = deque()  # whose times the device may not have told yet
+        self._steps: deque[meter.FinishedStep] = deque()  # the device may not have their times yet
         self._balance: deque[dict[str, Any]] = deque()
-        self._zero = time.time() - time.perf_counter()  # what to add to a perf_counter
+        self._zero = time.time() - time.perf_counter()  # offset from perf_counter to time
         self._writing, self._failed = threading.Lock(), False
         self.add("start", _about(self.run, self.rank, world))
         meter.METER.listen(self._add_step)
@@ -83,7 +83,7 @@ class Recorder:
             self._queue.append((kind, entry))
 
     def add_balance(self, entry: dict[str, Any]) -> None:
-        """Written when its step was measured, which the balancer enters later."""
+        """Queue an entry until its step is measured, which the balancer fills in later."""
         if not self._failed:
             self._balance.append(entry)
 
@@ -92,7 +92,7 @@ class Recorder:
             self._steps.append(step)
 
     def flush(self, last: bool = True) -> None:
-        """Write what is known. `last`: also what would have been known better later."""
+        """Write what is known. `last`: also entries whose times are incomplete."""
         with self._writing:
             if self._failed:
                 return
@@ -130,7 +130,7 @@ class Recorder:
         self._queue.clear()
         self._steps.clear()
         self._balance.clear()
-        words = "FREESCALE_RECORD: rank %d cannot write %s (%s); it goes on without a record"
+        words = "FREESCALE_RECORD: rank %d cannot write %s (%s); it continues without recording"
         log.warning(words, self.rank, self.path, error)
 
     def _step_entry(self, step: meter.FinishedStep) -> dict[str, Any]:
@@ -145,13 +145,13 @@ class Recorder:
         ]  # fmt: skip
         entry = meter.summary(step)
         waits, _, _ = (entry.pop(name) for name in ("waits", "bytes", "flight"))
-        if step.on_device is not None:  # what the host waited for counts in part
+        if step.on_device is not None:  # host waits count in part
             entry["waits"] = {label: waits[label] for label in BETWEEN_STEPS if label in waits}
         return {**entry, "at": began + self._zero, "launches": launches}
 
 
 class RecordedStats(deque[dict[str, Any]]):
-    """The statistics of a balancer, which are recorded, too."""
+    """The statistics of a balancer, also sent to the recorder."""
 
     to: Recorder | None = None
 
@@ -162,10 +162,10 @@ class RecordedStats(deque[dict[str, Any]]):
 
 
 def _run_name(in_world: bool) -> str:
-    """The same on every rank: the first one to ask the store names the run."""
+    """The same on every rank: the first rank to reach the store names the run."""
     mine = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     if in_world:
-        with contextlib.suppress(Exception):  # a store that is gone: each rank has a run of its own
+        with contextlib.suppress(Exception):  # without a store, each rank is its own run
             return str(distributed.default_store().compare_set("freescale/run", "", mine).decode())
     return mine
 

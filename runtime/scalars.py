@@ -1,4 +1,4 @@
-"""`freescale.log_to(writer)`: the meter's figures as scalars, for TensorBoard or anything with its `add_scalar`."""
+"""`freescale.log_to(writer)`: the meter's values as scalars, for TensorBoard or any writer with `add_scalar`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from freescale.views.step_parts import PARTS
 
 
 def log_to(writer: Any, every: int = 1, prefix: str = "freescale") -> Callable[[], None]:
-    """Write where the time of every `every`-th step of this rank went. Returns a function that ends it.
+    """Log the time breakdown of every `every`-th step of this rank. Return a function that stops it.
 
         end = freescale.log_to(SummaryWriter())
 
-    `<prefix>/step_seconds`, and `<prefix>/exposed_share` and the like: parts of the step, see `freescale.meter.steps`.
-    A step of a GPU is written when the device has told its times, some steps later. Steps without a number count from
-    the first one.
+    Writes `<prefix>/step_seconds`, and `<prefix>/exposed_share` etc. for the parts of a step: see
+    `freescale.meter.steps`. On a GPU, a step is written some steps later, once the device has its times. Steps without
+    a number are counted from the first one.
     """
     if not callable(getattr(writer, "add_scalar", None)):
         found = type(writer).__name__
         raise TypeError(f"freescale: log_to needs a writer with add_scalar(name, value, step), found {found}")
     if every < 1:
-        raise ValueError(f"freescale: log_to writes every so many steps: at least 1, found {every}")
+        raise ValueError(f"freescale: log_to expects `every` to be at least 1, found {every}")
     unwritten: deque[tuple[int, meter.FinishedStep]] = deque()
     seen = 0
 

@@ -1,8 +1,8 @@
-"""Balance the batches of one loop between the ranks: what a LookaheadLoader's thread does before it plans a batch.
+"""Balance the batches of one loop between ranks, in a LookaheadLoader's thread, before a batch is planned.
 
-The ranks gather what their samples cost, all find the same assignment, and the samples travel. With the costs travels
-how long earlier steps took, which fits the cost function to this machine. What a batch is made of is in
-split_batch.py.
+The ranks gather the costs of their samples, all compute the same assignment, and exchange samples. Times of earlier
+steps are sent along with the costs; the cost function is fitted to them. split_batch.py defines what a batch consists
+of.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from freescale.runtime.samples.split_batch import SplitBatch
 
 log = logging.getLogger(__name__)
 
-# A batch is planned behind the backward pass of the step three before it, or later: so the step four before it has
-# ended on every rank. (A GPU may be further behind: then its times are not known yet, and wait for a later batch.)
+# A batch is planned no earlier than the backward pass three steps before it, so the step four before it has ended on
+# every rank. (A GPU may lag further: then its times are not known yet, and are sent with a later batch.)
 _MEASURED_AFTER = 4
-_MOST_TIMES = 4  # steps whose times travel with one batch: more than one, so that they catch up
+_MOST_TIMES = 4  # max steps whose times are sent with one batch: more than one, to catch up
 _LOG_FIT_EVERY = 100  # batches
 
 
 @dataclass(frozen=True)
 class BalanceOptions:
-    """How a LookaheadLoader balances; the same on all ranks.
+    """How a LookaheadLoader balances; must be the same on all ranks.
 
-    method       `default`, `zigzag`, `lpt`, `kk`, `none` (measures only), or `variable`, where the ranks get different
-                 numbers of samples and the loss must use `loader.loss_weights`
+    method       `default`, `zigzag`, `lpt`, `kk`, `none` (only measures), or `variable`: ranks get different numbers of
+                 samples, and the loss must use `loader.loss_weights`
     cost         cost(*lengths) -> one number per sample. None: a FittedCost, fitted to the measured times of all ranks
-    lengths      lengths(batch) -> an array, or a dict of arrays, with one number per sample, for `cost`. None: how many
-                 ids each sample has of each feature that the model looks up
-    counts       samples that each rank is to get. None: as many as it brought
-    shared       fields that belong to no sample (class weights) and stay on their rank, by their place in the batch:
-                 "weights", "loss.weights". Of others that look like tensors [samples, ...], one that differs between
-                 ranks is cut by sample; one that is the same on all ranks in three batches is shared, and until the
-                 third of them no sample moves
-    per_sample   fields that are cut by sample although every rank has the same
-    memory       memory(*lengths) -> bytes of each sample, and `memory_cap`, what a rank has for them
-    alpha        for `variable`: costs ** alpha is balanced
+    lengths      lengths(batch) -> an array or a dict of arrays, one number per sample, as input of `cost`. None: the
+                 number of ids per sample of each feature that the model looks up
+    counts       samples per rank. None: as many as the rank loaded
+    shared       fields that are not per sample (e.g. class weights) and stay on their rank, by path in the batch:
+                 "weights", "loss.weights". Other tensors [samples, ...] that differ between ranks are split by sample.
+                 A tensor that is identical on all ranks in three batches is treated as shared; no sample moves until
+                 this is decided
+    per_sample   fields that are split by sample even if identical on all ranks
+    memory       memory(*lengths) -> bytes per sample; requires `memory_cap`, the limit per rank
+    alpha        for `variable`: balances costs ** alpha
     """
 
     method: str = "default"
@@ -69,38 +69,38 @@ class BalanceOptions:
     def __post_init__(self) -> None:
         if self.method not in solver.METHODS:
             raise BalanceError(
-                f"freescale: a LookaheadLoader balances by one of {', '.join(solver.METHODS)}; found {self.method!r}"
+                f"freescale: balance method must be one of {', '.join(solver.METHODS)}; found {self.method!r}"
             )
         for name in ("shared", "per_sample"):
             if isinstance(getattr(self, name), str):
-                raise BalanceError(f"freescale: {name} is a list of names; found {getattr(self, name)!r}")
+                raise BalanceError(f"freescale: {name} must be a list of names; found {getattr(self, name)!r}")
         if (self.memory is None) != (self.memory_cap is None):
-            raise BalanceError("freescale: balancing wants both memory and memory_cap, or neither")
+            raise BalanceError("freescale: balancing requires both memory and memory_cap, or neither")
 
     def shared_settings(self) -> str:
-        """What must be the same on all ranks, in words."""
+        """Text of the settings that must be the same on all ranks."""
         counts = None if self.counts is None else [int(c) for c in self.counts]
         fields = f"shared {list(self.shared)}, per_sample {list(self.per_sample)}"
         return f"method {self.method}, counts {counts}, memory_cap {self.memory_cap}, alpha {self.alpha}, {fields}"
 
 
 class SampleInfo(NamedTuple):
-    """Of the samples of a balanced batch: `origin` [samples, 2] is the rank and the position that each had before."""
+    """Samples of a balanced batch. `origin` [samples, 2]: each sample's rank and position before balancing."""
 
     origin: torch.Tensor
     loss_weights: torch.Tensor
 
 
 class _LocalBatch(NamedTuple):
-    """The batch that this rank brings to be balanced. `measures`: cost, bytes, length and memory of each sample, and
-    what its cost is fitted to."""
+    """The batch that this rank loaded. `measures`: cost, bytes, length and memory of each sample, and the features that
+    its cost is fitted to."""
 
     number: int
     batch: Any
     split: SplitBatch
     measures: np.ndarray
-    digests: list[float]  # of SharedFields
-    text: str  # what must be the same on all ranks
+    digests: list[float]  # from SharedFields
+    text: str  # must be the same on all ranks
 
 
 class BatchBalancer:
@@ -117,17 +117,17 @@ class BatchBalancer:
         self.options, self.cost, self.features, self.group, self.stats = options, cost, features, group, stats
         self._local: _LocalBatch | None = None
         self._shared_fields = SharedFields([*features, *options.per_sample], says=group.rank() == 0)
-        # These are by the number of the batch or step.
-        self._balanced: dict[int, tuple[SampleInfo, batch_structure.BatchEvent]] = {}  # until the batch is handed out
-        self._step_times: dict[int, meter.FinishedStep | None] = {}  # of this rank, until the others know them
-        self._unmeasured: dict[int, tuple[dict[str, Any], np.ndarray]] = {}  # statistics and features, in order
+        # Indexed by batch or step number.
+        self._balanced: dict[int, tuple[SampleInfo, batch_structure.BatchEvent]] = {}  # until the batch is yielded
+        self._step_times: dict[int, meter.FinishedStep | None] = {}  # of this rank, until sent to the others
+        self._unmeasured: dict[int, tuple[dict[str, Any], np.ndarray]] = {}  # stats entries and features, in order
         self._logged_oversized = False
 
     # -- the user's thread ---------------------------------------------------------------------------------------
 
     def take(self, number: int, ended: meter.FinishedStep | None) -> SampleInfo:
-        """Batch `number` goes to the user, whose streams wait for it; the step before it, if it trained, took as long
-        as `ended` says."""
+        """Return the sample info of batch `number` when it is yielded, and make the current streams wait for the batch.
+        `ended`: the previous step, if it trained."""
         if number > 0:
             self._step_times[number - 1] = ended
         info, ready = self._balanced.pop(number)
@@ -137,7 +137,7 @@ class BatchBalancer:
     # -- the loader's thread -------------------------------------------------------------------------------------
 
     def prepare(self, number: int, batch: Any) -> list[int]:
-        """Split this rank's batch; an error says what is wrong with it. Returns a header that every rank must get."""
+        """Split this rank's batch; raises if the batch is invalid. Returns a header to send to every rank."""
         self._local = None
         split = split_batch.split(batch, self.options.shared)
         lengths = self._lengths(batch, split)
@@ -155,11 +155,11 @@ class BatchBalancer:
         return [split.samples, sample_columns.digest(text)]
 
     def balance(self, headers: Sequence[Sequence[int]]) -> Any:
-        """The batch that this rank trains on. `headers`: what `prepare` returned on each rank."""
+        """The batch that this rank trains on. `headers`: the results of `prepare` on all ranks."""
         local, began = self._local, time.perf_counter()
         assert local is not None
         self._check_same([digest for _, digest in headers], local.text)
-        brought = np.array([samples for samples, _ in headers])  # by each rank
+        brought = np.array([samples for samples, _ in headers])  # samples per rank
         steps = [n for n in islice(self._unmeasured, _MOST_TIMES) if n <= local.number - _MEASURED_AFTER]
         measures, times, digests = self._gather(local, brought, steps)
         self._observe(steps, times)
@@ -201,13 +201,13 @@ class BatchBalancer:
         for name, values in fields.items():
             if len(values) != split.samples:
                 raise BalanceError(
-                    f"freescale: the lengths of feature {name!r} must be one for each of the {split.samples} samples; "
-                    f"found {len(values)}"
+                    f"freescale: the lengths of feature {name!r} must have one number for each of the {split.samples} "
+                    f"samples; found {len(values)}"
                 )
         return fields
 
     def _features(self, lengths: dict[str, Any]) -> list[np.ndarray]:
-        """What the cost is fitted to, where that is not the length."""
+        """The features that the cost is fitted to, if other than the length."""
         arrays = [np.asarray(x) for x in lengths.values()]
         found = self.cost.sample_features(*arrays) if isinstance(self.cost, FittedCost) else None
         return [] if found is None else list(found)
@@ -225,16 +225,16 @@ class BatchBalancer:
         first, other = texts[0].split("; "), texts[rank].split("; ")
         differences = [(a, b) for a, b in zip(first, other, strict=False) if a != b] or [(texts[0], texts[rank])]
         raise BalanceError(
-            "freescale: samples can move only between batches of the same structure on all ranks; "
+            "freescale: balancing requires batches of the same structure on all ranks; "
             f"rank 0 has {differences[0][0]!r}, rank {rank} has {differences[0][1]!r}"
         )
 
     def _gather(
         self, local: _LocalBatch, brought: np.ndarray, steps: list[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The measures of the samples of all ranks, `_times` of the steps, [ranks, steps, 2], and the digests.
+        """The measures of all ranks' samples, `_times` of the steps, [ranks, steps, 2], and the digests.
 
-        One all-gather, padded to the most samples.
+        One all-gather, padded to the largest number of samples.
         """
         rows, most, first = len(local.measures), int(brought.max()), 2 * _MOST_TIMES + len(local.digests)
         message = np.zeros(first + rows * most)
@@ -250,8 +250,8 @@ class BatchBalancer:
         return np.concatenate(measures, 1), np.stack(times), np.stack([m[2 * _MOST_TIMES : first] for m in messages])
 
     def _times(self, number: int) -> tuple[float, float]:
-        """(seconds, compute) of a step of this rank: NaN while its GPU has not told them, 0 seconds if there was none:
-        the batch was not trained on, or not taken."""
+        """(seconds, compute) of a step of this rank. NaN until its GPU has the times; 0 seconds if the batch was not
+        trained on, or not taken."""
         if (ended := self._step_times.get(number)) is None:
             return 0.0, 0.0
         if not meter.is_known(ended):
@@ -280,7 +280,7 @@ class BatchBalancer:
     # -- statistics and the fit -------------------------------------------------------------------------------------
 
     def _observe(self, steps: list[int], times: np.ndarray) -> None:
-        """What `_gather` has returned: up to the first step whose times a rank does not know yet."""
+        """Process times from `_gather`, up to the first step that a rank does not have times for."""
         for number, (seconds, compute) in zip(steps, times.transpose(1, 2, 0), strict=True):
             if np.isnan(seconds).any():
                 break
@@ -289,7 +289,7 @@ class BatchBalancer:
             if not seconds.all():
                 continue
             entry["measured"] = float((compute.max() - compute).mean() / seconds.mean())
-            if isinstance(self.cost, FittedCost) and number > 0:  # the first step compiles
+            if isinstance(self.cost, FittedCost) and number > 0:  # the first step includes compilation
                 self.cost.observe(features, np.maximum(compute, 0.0))
 
     def _record(
@@ -317,14 +317,14 @@ class BatchBalancer:
         if len(result.oversized) and not self._logged_oversized:
             self._logged_oversized = True
             log.info(
-                "batch %d: %d samples cost more than the mean load of a rank; no assignment can balance these",
+                "batch %d: %d samples cost more than the mean load of a rank; no assignment can balance them",
                 number, len(result.oversized),
             )  # fmt: skip
         if fit is not None and number % _LOG_FIT_EVERY == 0:
-            log.info("balancing at batch %d: cost of a sample %s", number, entry["fit"])
+            log.info("balancing at batch %d: cost per sample %s", number, entry["fit"])
 
 
 def _share_of_step(straggler: float, mean: float, constant: float) -> float:
-    """A straggler share of the loads as a share of the step, which also has a part that no length changes."""
+    """Convert a straggler share of the loads to a share of the step, which also has a constant part."""
     largest = mean / (1 - straggler)
     return (largest - mean) / (largest + constant) if largest else 0.0

@@ -1,7 +1,7 @@
-"""The values in a batch that are cut by sample, one class per kind: each becomes a column, and is made of one again.
+"""Values in a batch that are split by sample, one class per kind. Each converts to a column and back.
 
-Rows stay on their device. Lengths are needed on the CPU: a leaf names them in `lengths`, and whoever makes the columns
-brings those of all leaves there at once.
+Rows stay on their device. Lengths are needed on the CPU: a leaf lists them in `lengths`, and the caller copies those of
+all leaves at once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Columns = Mapping["Leaf", Column]
 
 
 class Leaf(ABC):
-    """A value of a batch that is cut by sample.
+    """A value of a batch that is split by sample.
 
-    path     where it is in the batch, "" for the batch itself
+    path     its path in the batch, "" for the batch itself
     lengths  tensors that `column` needs on the CPU
     """
 
@@ -35,11 +35,11 @@ class Leaf(ABC):
 
     @abstractmethod
     def column(self, lengths: Sequence[torch.Tensor]) -> Column:
-        """Its rows; `lengths` are those that it named, on the CPU."""
+        """The value as a column. `lengths`: CPU copies of self.lengths."""
 
     @abstractmethod
     def value(self, column: Column) -> Any:
-        """The same kind of value, made of another column of the same schema."""
+        """The same kind of value from another column of the same schema."""
 
     def rebuild(self, columns: Columns) -> Any:
         return self.value(columns[self])
@@ -63,7 +63,7 @@ class TensorLeaf(Leaf):
 
 
 class ArrayLeaf(Leaf):
-    """A NumPy array [samples, ...] of numbers."""
+    """A numeric NumPy array [samples, ...]."""
 
     def __init__(self, path: str, array: np.ndarray) -> None:
         super().__init__(path)
@@ -77,7 +77,7 @@ class ArrayLeaf(Leaf):
 
 
 class ObjectsLeaf(Leaf):
-    """A list or tuple with one Python object per sample; they travel pickled."""
+    """A list or tuple with one Python object per sample; they are sent pickled."""
 
     def __init__(self, path: str, objects: Sequence[Any]) -> None:
         super().__init__(path)
@@ -125,7 +125,7 @@ class KeyedJaggedLeaf(Leaf):
 
 
 class JaggedLeaf(Leaf):
-    """A feature's tensor of 1 dimension with its lengths or offsets, or both, beside it: `beside` by name."""
+    """A feature's 1-D tensor with its lengths or offsets, or both, in sibling fields: `beside` by name."""
 
     def __init__(self, path: str, feature: str, values: torch.Tensor, beside: Mapping[str, torch.Tensor]) -> None:
         super().__init__(path)
@@ -139,10 +139,10 @@ class JaggedLeaf(Leaf):
             if _is_offsets(name):
                 if len(numbers) == 0 or numbers[0] != 0:
                     first = numbers[:1].tolist() or "nothing"
-                    raise BalanceError(f"freescale: {name!r} must begin with 0; found {first}")
+                    raise BalanceError(f"freescale: {name!r} must start with 0; found {first}")
                 numbers = np.diff(numbers)
             if counts is not None and not np.array_equal(counts, numbers):
-                raise BalanceError(f"freescale: the lengths and the offsets of feature {self.feature!r} disagree")
+                raise BalanceError(f"freescale: the lengths and the offsets of feature {self.feature!r} do not match")
             counts = numbers
         assert counts is not None
         _check_lengths(repr(self.feature), counts[None], self.values)
@@ -153,7 +153,7 @@ class JaggedLeaf(Leaf):
 
 
 class LengthsOfJagged:
-    """The lengths or offsets beside the values of a JaggedLeaf: no leaf, they follow from its column."""
+    """The lengths or offsets next to a JaggedLeaf. Not a leaf: they are computed from its column."""
 
     def __init__(self, leaf: JaggedLeaf, name: str) -> None:
         self.leaf, self.name = leaf, name
@@ -173,7 +173,7 @@ def _last_name(path: str) -> str:
 
 
 def _integers_as(template: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
-    """The numbers with the dtype and on the device of `template`."""
+    """The numbers with the dtype and device of `template`."""
     return batch_structure.to_device(torch.from_numpy(numbers.copy()).to(template.dtype), template.device)
 
 

@@ -1,8 +1,8 @@
-"""Samples of tensors on a device, packed there for all ranks and put together there again, many tensors at a time.
+"""Pack samples of device tensors for all ranks, and unpack them, many tensors at a time.
 
-One launch packs them; what leaves comes to the host in one copy for each size of element, for which this thread waits
-once. What came goes to the device likewise, without waiting. What stays on its rank stays on the device. The pieces
-are those that sample_columns.py makes of host tensors and travel in the same message. Works on the current stream.
+One kernel launch packs them. Outgoing data is copied to the host once per element size, with a single synchronization.
+Incoming data is copied to the device asynchronously. Data that stays on its rank stays on the device. The pieces have
+the layout that sample_columns.py uses for host tensors, and share its messages. Runs on the current stream.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from freescale.kernels import sample_packing
 from freescale.kernels.sample_packing import ELEMENT_DTYPE, FeatureSpec, Jagged, PackedSamples
 from freescale.runtime import batch_structure
 
-_ALIGNED = 16  # bytes, as kernels expect of a tensor that is no slice of another
+_ALIGNED = 16  # bytes; kernels expect this alignment of tensors that are not slices
 
 
 class DevicePacker:
     """Packs the tensors of one device for other ranks: `pack`, exchange the pieces, `unpack`.
 
-    `rows` are [rows, ...] each, by feature, then by sample. Counts are rows of each feature and sample, [features,
-    samples], of each tensor. Peers are the other ranks, then this one: what stays is at the end of every slab.
+    `rows`: tensors [rows, ...], ordered by feature, then by sample. Counts: rows per feature and sample, [features,
+    samples], for each tensor. Peers are the other ranks, then this one, so data that stays is at the end of every slab.
     """
 
     def __init__(self, rows: Sequence[torch.Tensor], me: int, ranks: int) -> None:
         self.rows, self.me, self.device = rows, me, rows[0].device
         self.others = [rank for rank in range(ranks) if rank != me]
         self.peers = [*self.others, me]
-        # By index; the other tensors have no bytes.
+        # By index; the other tensors are empty.
         self._packable = {i: _as_plain_elements(r) for i, r in enumerate(rows) if 0 not in r.shape[1:]}
         self._by_element_size: dict[int, list[int]] = {}
         for i, x in self._packable.items():
@@ -39,8 +39,8 @@ class DevicePacker:
         self._staying: dict[int, torch.Tensor] = {}
 
     def pack(self, counts: Sequence[np.ndarray], destination: np.ndarray) -> list[list[torch.Tensor]]:
-        """For each tensor, for each rank, the bytes that go there, on the host; none for this rank. Sample i goes to
-        rank destination[i]."""
+        """For each tensor and rank, the bytes to send, on the host; empty for this rank. Sample i goes to rank
+        destination[i]."""
         pieces = [[torch.empty(0, dtype=torch.uint8)] * len(self.peers) for _ in self.rows]
         if not self._packable:
             return pieces
@@ -65,8 +65,8 @@ class DevicePacker:
     def unpack(
         self, counts: Sequence[np.ndarray], arriving: np.ndarray, arrived: Sequence[Sequence[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """The tensors made of what came: samples by rank. `arrived[tensor][rank]`: what `pack` made for this rank;
-        `counts` are of the samples that came, `arriving[rank]` of them from each rank."""
+        """Build the tensors from what arrived, samples ordered by rank. `arrived[tensor][rank]`: what `pack` made for
+        this rank. `counts`: of the arrived samples. `arriving[rank]`: number of samples from each rank."""
         unpacked: Iterator[Jagged] = iter(())
         if self._packable:
             with _device_guard(self.device):
@@ -97,7 +97,7 @@ class DevicePacker:
         self, counts: Sequence[np.ndarray], arriving: np.ndarray, arrived: Sequence[Sequence[torch.Tensor]]
     ) -> list[Jagged]:
         of_peer = arriving[self.peers]
-        rank_of = np.repeat(self.peers, of_peer)  # of the samples as they lie in the slabs
+        rank_of = np.repeat(self.peers, of_peer)  # of the samples in slab order
         perm = np.argsort(rank_of, kind="stable")
         lengths = np.concatenate([counts[i] for i in self._packable])[:, np.argsort(perm)]
         peer_of = np.repeat(np.arange(len(self.peers)), of_peer)
@@ -109,7 +109,7 @@ class DevicePacker:
         return sample_packing.combine(PackedSamples(data, flat), placed, ends, kinds, lengths.sum(1).tolist())
 
     def _slab(self, size: int, by_rank: list[list[torch.Tensor]]) -> torch.Tensor:
-        """What came from the others, and what stayed."""
+        """What arrived from other ranks, then what stayed."""
         arrived = [piece for of_rank in by_rank for piece in of_rank]
         n, staying = sum(map(len, arrived)) // size, self._staying.pop(size)
         slab = torch.empty(n + len(staying), dtype=ELEMENT_DTYPE[size], device=self.device)
@@ -121,20 +121,20 @@ class DevicePacker:
         return slab
 
     def _upload(self, numbers: list[np.ndarray]) -> list[torch.Tensor]:
-        """Arrays of whole numbers to the device, in one copy."""
+        """Copy integer arrays to the device at once."""
         flat = batch_structure.to_device(torch.from_numpy(np.concatenate([x.ravel() for x in numbers])), self.device)
         parts = flat.split([x.size for x in numbers])
         return [part.view(x.shape) for part, x in zip(parts, numbers, strict=True)]
 
 
 def _as_plain_elements(rows: torch.Tensor) -> torch.Tensor:
-    """Elements of at most 8 bytes that are in memory what they say."""
+    """Contiguous elements of at most 8 bytes, without lazy conjugation or negation."""
     rows = rows.resolve_conj().resolve_neg().contiguous()
     return torch.view_as_real(rows) if rows.element_size() > max(ELEMENT_DTYPE) else rows
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:
-    """[features, samples + 1]: where each sample begins in the rows of its feature, and where the last one ends."""
+    """[features, samples + 1]: start of each sample in its feature's rows, and the end of the last."""
     offsets = np.zeros((counts.shape[0], counts.shape[1] + 1), np.int64)
     np.cumsum(counts, 1, out=offsets[:, 1:])
     return offsets
@@ -151,7 +151,7 @@ def _row_bytes(rows: torch.Tensor) -> int:
 
 
 def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The features of a tensor one after another; without a copy where they lie so, as the kernels leave them."""
+    """Concatenate the features of a tensor; without a copy if they are adjacent, as the kernels leave them."""
     first, offset, adjacent = parts[0], parts[0].storage_offset(), True
     for part in parts:
         same_storage = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -165,5 +165,5 @@ def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _device_guard(device: torch.device) -> AbstractContextManager:
-    """A thread begins with device 0, and kernels are launched on the device in use."""
+    """Kernels launch on the current device, which is 0 in a new thread."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,4 +1,4 @@
-"""`LookaheadLoader.restore`: outputs per sample go back to where the samples of a balanced batch came from."""
+"""`LookaheadLoader.restore`: send per-sample outputs back to where a balanced batch's samples came from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from freescale.runtime.samples.split_batch import SplitBatch
 
 
 def restore_outputs(outputs: Any, origin: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Outputs per sample, as a batch of any structure, back at the rank and in the order that the samples came from."""
+    """Per-sample outputs, a batch of any structure, at the rank and in the order that the samples came from."""
     split, error = _try_split(outputs, len(origin))
     home, position = origin.numpy().T if len(origin) else np.zeros((2, 0), np.int64)
     leaving = np.bincount(home, minlength=group.size())
@@ -36,10 +36,10 @@ def _try_split(outputs: Any, samples: int) -> tuple[SplitBatch | None, Exception
         split = split_batch.split(outputs)
         if split.samples != samples:
             raise BalanceError(
-                f"freescale: restore wants one output for each of the {samples} samples of the last batch; "
+                f"freescale: restore expects one output for each of the {samples} samples of the last batch; "
                 f"found {split.samples}"
             )
-    except Exception as error:  # noqa: BLE001  (the other ranks must hear of it)
+    except Exception as error:  # noqa: BLE001  (reported to the other ranks)
         return None, error
     return split, None
 
@@ -47,7 +47,7 @@ def _try_split(outputs: Any, samples: int) -> tuple[SplitBatch | None, Exception
 def _raise_on_every_rank(
     headers: list[list[int]], text: str, error: Exception | None, group: dist.ProcessGroup
 ) -> None:
-    """Each rank raises its own error, or what another one has."""
+    """Raise this rank's own error, or that of another rank."""
     texts: list[Any] = [None] * len(headers)
     dist.all_gather_object(texts, text, group)
     if error is not None:
@@ -57,6 +57,6 @@ def _raise_on_every_rank(
         raise RuntimeError(f"freescale: restore failed on rank {failed}: {texts[failed]}")
     other = next(rank for rank, t in enumerate(texts) if t != texts[0])
     raise BalanceError(
-        "freescale: restore wants outputs of the same structure on all ranks; "
+        "freescale: restore expects outputs of the same structure on all ranks; "
         f"rank 0 has {texts[0]!r}, rank {other} has {texts[other]!r}"
     )

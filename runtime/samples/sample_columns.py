@@ -1,8 +1,8 @@
-"""The data of a batch as columns that are cut by sample: select samples, or send them to other ranks.
+"""The data of a batch as columns that are split by sample: select samples, or send them to other ranks.
 
-A column knows how many rows each sample has; a dense tensor has one. All columns of a batch travel together: one
-all-to-all of lengths, then one of bytes. What stays on its rank is not sent. Tensors on a device stay there, the
-messages are on the CPU: see device_packing.py. What a batch looks like is in split_batch.py.
+A column knows its number of rows per sample; for a dense tensor it is one. All columns of a batch are exchanged in two
+collectives: one all-to-all of lengths, then one of bytes. Data that stays on its rank is not sent. Messages are on the
+CPU; tensors on a device are packed there, see device_packing.py. split_batch.py converts batches to columns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from freescale.runtime.samples.device_packing import DevicePacker
 class Column:
     """Rows that belong to samples.
 
-    name      where it is in the batch
-    keys      the features in it, in the order of their rows
-    lengths   rows of each feature and sample, [keys, samples], on the CPU; None: one feature, one row per sample
-    rows      tensors of so many rows each (values, and weights if there are any): by feature, then by sample
-    samples   how many
-    is_jagged its lengths were in the batch, which makes it certain how many samples there are
+    name      path in the batch
+    keys      its features, in the order of their rows
+    lengths   rows per feature and sample, [keys, samples], on the CPU; None: one feature, one row per sample
+    rows      tensors (values, and weights if any), each ordered by feature, then by sample
+    samples   number of samples
+    is_jagged the batch contains its lengths, so the number of samples is certain
     """
 
     name: str
@@ -40,7 +40,7 @@ class Column:
     is_jagged: bool = False
 
     def counts(self) -> np.ndarray:
-        """Rows of each feature and sample."""
+        """Rows per feature and sample."""
         return np.ones((1, self.samples), np.int64) if self.lengths is None else self.lengths
 
     def schema(self) -> str:
@@ -51,12 +51,12 @@ class Column:
 
 
 def digest(text: str) -> int:
-    """A number that stands for a text, such as a schema, where ranks compare them."""
+    """A hash of a text such as a schema, for comparison across ranks."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def sizes(columns: Sequence[Column], samples: int) -> np.ndarray:
-    """Bytes of each sample, with its lengths."""
+    """Bytes per sample, including its lengths."""
     total = np.zeros(samples, np.int64)
     for c in columns:
         total += c.counts().sum(0) * sum(_row_bytes(r) for r in c.rows)
@@ -65,7 +65,7 @@ def sizes(columns: Sequence[Column], samples: int) -> np.ndarray:
 
 
 def select(columns: Sequence[Column], chosen: np.ndarray) -> list[Column]:
-    """The chosen samples, in the order given."""
+    """The chosen samples, in the given order."""
     return [_selected(c, chosen) for c in columns]
 
 
@@ -81,10 +81,10 @@ def _selected(c: Column, chosen: np.ndarray) -> Column:
 def exchange(
     columns: Sequence[Column], destination: np.ndarray, arriving: np.ndarray, group: dist.ProcessGroup
 ) -> list[Column]:
-    """Send every sample to the rank `destination[sample]`; `arriving[rank]` samples come from each rank.
+    """Send each sample to the rank `destination[sample]`; `arriving[rank]` samples arrive from each rank.
 
-    They are put together by the rank they come from, then in the order that they had there. All ranks of the group
-    call this with columns of the same schema.
+    Arrived samples are ordered by source rank, then by their order there. Collective; columns must have the same schema
+    on all ranks.
     """
     order, leaving = np.argsort(destination, kind="stable"), np.bincount(destination, minlength=group.size())
     lengths = _exchange_lengths(columns, order, leaving, arriving, group)
@@ -113,12 +113,12 @@ def exchange(
 
 
 def _on_device(rows: torch.Tensor) -> bool:
-    """Whether the tensor is packed on its device; a tensor on the CPU is packed here."""
+    """Whether the tensor is packed on its device rather than here."""
     return rows.device.type != "cpu"
 
 
 def _device_packers(columns: Sequence[Column], group: dist.ProcessGroup) -> list[tuple[DevicePacker, list[int]]]:
-    """For each device its packer, and the indices of its tensors among those of all columns."""
+    """Per device, its packer and the indices of its tensors among those of all columns."""
     tensors = [r for c in columns for r in c.rows]
     of_device: dict[torch.device, list[int]] = {}
     for i, r in enumerate(tensors):
@@ -130,7 +130,7 @@ def _device_packers(columns: Sequence[Column], group: dist.ProcessGroup) -> list
 def _counts_by_tensor(
     columns: Sequence[Column], lengths: Sequence[np.ndarray | None], samples: int
 ) -> list[np.ndarray]:
-    """Rows of each feature and sample, for each tensor of the columns."""
+    """Rows per feature and sample, for each tensor of the columns."""
     dense = np.ones((1, samples), np.int64)
     return [dense if n is None else n for c, n in zip(columns, lengths, strict=True) for _ in c.rows]
 
@@ -138,7 +138,7 @@ def _counts_by_tensor(
 def _exchange_bytes(
     outgoing: list[list[torch.Tensor]], expected: list[list[int]], group: dist.ProcessGroup
 ) -> list[list[torch.Tensor]]:
-    """`outgoing[tensor][rank]` goes to that rank; returns what came, `[tensor][rank]`, of `expected` bytes each."""
+    """Send `outgoing[tensor][rank]` to that rank; return `[tensor][rank]` received, `expected` bytes each."""
     me, ranks = group.rank(), range(group.size())
     others = [rank for rank in ranks if rank != me]
     sizes_in = [sum(e[rank] for e in expected) if rank != me else 0 for rank in ranks]
@@ -156,7 +156,7 @@ def _exchange_bytes(
 def _exchange_lengths(
     columns: Sequence[Column], order: np.ndarray, leaving: np.ndarray, arriving: np.ndarray, group: dist.ProcessGroup
 ) -> list[np.ndarray | None]:
-    """Rows of each feature and sample that arrives, per column; None where each sample has one."""
+    """Arriving rows per feature and sample, for each column; None if each sample has one row."""
     jagged = [c.lengths for c in columns if c.lengths is not None]
     if not jagged:
         return [None] * len(columns)
@@ -169,9 +169,9 @@ def _exchange_lengths(
 
 
 def _pieces_by_rank(c: Column, order: np.ndarray, leaving: np.ndarray) -> list[list[torch.Tensor]]:
-    """For each tensor of the column, for each rank, the bytes that go there: by feature, then by sample.
+    """For each tensor of the column and each rank, the bytes to send, ordered by feature, then by sample.
 
-    Nothing for those that are packed on their device.
+    Empty for tensors that are packed on their device.
     """
     if all(map(_on_device, c.rows)):
         return [[] for _ in c.rows]
@@ -191,7 +191,7 @@ def _pieces_by_rank(c: Column, order: np.ndarray, leaving: np.ndarray) -> list[l
 def _assemble(
     c: Column, counts: np.ndarray | None, arrived: Sequence[torch.Tensor | list[torch.Tensor]], arriving: np.ndarray
 ) -> Column:
-    """The column from the bytes that arrived by rank, then by feature, then by sample; or from tensors made of them."""
+    """Build the column from received bytes, ordered by rank, feature, sample; or from unpacked device tensors."""
     samples = int(arriving.sum())
     total = samples if counts is None else int(counts.sum())
     index = None
@@ -211,14 +211,14 @@ def _assemble(
 
 
 def _segments(keys: int, samples: np.ndarray) -> np.ndarray:
-    """Where, among all features and samples, those of rank 0 are, then those of rank 1, and so on."""
+    """Indices into (feature, sample) that group the samples by rank."""
     if keys == 1:
         return np.arange(samples.sum())
     return np.argsort(np.tile(np.repeat(np.arange(len(samples)), samples), keys), kind="stable")
 
 
 def _rows_by_rank(counts: np.ndarray | None, samples: np.ndarray) -> np.ndarray:
-    """Rows for each rank, where `counts` has the samples of rank 0 first, and so on; None: a row for each sample."""
+    """Rows per rank, if `counts` is ordered by rank; None: one row per sample."""
     if counts is None:
         return samples
     ends = np.zeros(counts.shape[1] + 1, np.int64)
@@ -228,13 +228,13 @@ def _rows_by_rank(counts: np.ndarray | None, samples: np.ndarray) -> np.ndarray:
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """The first row of each feature and sample."""
+    """First row of each feature and sample."""
     flat = counts.ravel()
     return (np.cumsum(flat) - flat).reshape(counts.shape)
 
 
 def _spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """start, start + 1, ... for each start, so many as its count."""
+    """Concatenated ranges start, start + 1, ..., of the given counts."""
     return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 
 

@@ -1,12 +1,12 @@
-"""Which fields of a batch belong to samples, where their first size alone says so: class weights have one, too.
+"""Decide which fields of a batch are per sample. The first dimension alone is ambiguous: class weights have one too.
 
-- Cut by sample are KeyedJaggedTensors, values with lengths, features that the model looks up, and what the user says is
-  `per_sample`. What the user says is `shared` never gets here.
-- A field that differs between two ranks is cut, from then on.
-- A field that every rank has bit for bit the same may be either. While that is open no sample moves, which is right for
-  both. When it was so in ENOUGH batches that were not the same otherwise, it is shared. If it differs after that, it is
-  an error: batches may have been put together wrongly.
-- Rows that are all alike may be cut: that changes nothing.
+- Always split: KeyedJaggedTensors, values with lengths, features that the model looks up, and `per_sample` fields.
+  `shared` fields are excluded before.
+- A field that differs between two ranks is split from then on.
+- A field that is bit-identical on all ranks may be either. While undecided, no sample moves, which is correct for both.
+  After ENOUGH such batches that differ in other fields, it is shared. If it differs later, that is an error: batches
+  may have been assembled incorrectly.
+- A field with identical rows may be split: this changes nothing.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _said: set[str] = set()
 
 
 class SharedFields:
-    """Of the batches of one loop. It follows from what all ranks know, so it is the same on all."""
+    """State for the batches of one loop. Derived from data known to all ranks, so it is the same on all."""
 
     def __init__(self, certain: Sequence[str], says: bool = False) -> None:
-        """`certain`: names of fields that are cut, and of features. `says`: what it finds goes to the log."""
+        """`certain`: names of fields and features that are split. `says`: log the decisions."""
         self._certain, self._says = set(certain), says
-        self._cut: set[str] = set()  # have differed between ranks
-        self._alike: Counter[str] = Counter()  # in how many batches they have not, while other fields have
+        self._cut: set[str] = set()  # differed between ranks
+        self._alike: Counter[str] = Counter()  # in how many batches they were identical while other fields differed
 
     def is_shared(self, name: str) -> bool:
         return self._alike[name] >= ENOUGH
 
     def digests(self, split: SplitBatch) -> list[float]:
-        """Of the columns that are not known to be cut. A float64 holds one as it is."""
+        """Digests of the columns that are not known to be split. Each fits exactly into a float64."""
         columns = self._open_columns(split)
         rows = iter(batch_structure.to_host([r for c in columns for r in c.rows]))
         found = []
@@ -60,8 +60,8 @@ class SharedFields:
         differ = dict(zip((c.name for c in columns), (digests != digests[0]).any(0).tolist(), strict=True))
         if changed := [name for name, d in differ.items() if d and self.is_shared(name)]:
             raise BalanceError(
-                f"freescale: field {changed[0]!r} was the same on every rank in the first batches, so it was not cut "
-                f"by sample, and differs in batch {number}. Say what it is: "
+                f"freescale: field {changed[0]!r} was the same on every rank in the first batches, so it was not split "
+                f"by sample, but it differs in batch {number}. Specify "
                 f"BalanceOptions(per_sample=[{changed[0]!r}]) or BalanceOptions(shared=[{changed[0]!r}])"
             )
         self._cut.update(name for name, d in differ.items() if d)
@@ -82,9 +82,10 @@ class SharedFields:
         cut = [c.name for c in differing if not self._is_certain(c)]
         shared = [c.name for c in candidates if self._alike[c.name] == ENOUGH]
         for names, what in (
-            (cut, "cuts by sample, as their first size says, the fields %s; BalanceOptions(shared=[...]) names others"),
-            (shared, "does not cut by sample, since all ranks have the same, the fields %s; BalanceOptions(per_sample="
-             "[...]) names others"),
+            (cut, "splits these fields by sample, because of their first dimension: %s; override with "
+                  "BalanceOptions(shared=[...])"),
+            (shared, "does not split these fields by sample, because all ranks have the same values: %s; override with "
+                     "BalanceOptions(per_sample=[...])"),
         ):  # fmt: skip
             message = f"freescale: balance {what}" % ", ".join(map(repr, names))
             if names and message not in _said:
@@ -93,7 +94,7 @@ class SharedFields:
 
 
 def _rows_are_alike(c: Column) -> bool:
-    """Of a column with one tensor; then it makes no difference whether it is cut, if as many samples come as leave."""
+    """For a column with one tensor. Then a split makes no difference, if the number of samples does not change."""
     counts = c.counts()
     if c.samples < 2:
         return True

@@ -1,12 +1,11 @@
 """Split a batch into columns of samples, and build a batch of the same structure from other columns.
 
-Cut by sample are KeyedJaggedTensors, tensors and numeric arrays [samples, ...], and lists and tuples of other Python
-objects, one per sample (words, dicts; these are pickled). A tensor of 1 dimension `x` beside `x_lengths` [samples] or
-`x_offsets` [samples + 1] in a dict, dataclass or named tuple is jagged. Numbers, words, None and tensors of 0
-dimensions say something of the batch as a whole and stay as they are, and so does what the user names. Anything else is
-an error that names it.
+Split by sample: KeyedJaggedTensors, tensors and numeric arrays [samples, ...], and lists and tuples of other Python
+objects, one per sample (strings, dicts; these are pickled). A 1-D tensor `x` next to `x_lengths` [samples] or
+`x_offsets` [samples + 1] in a dict, dataclass or named tuple is jagged. Numbers, strings, None, 0-D tensors and fields
+that the user lists belong to the whole batch and stay. Anything else is an error that names it.
 
-Rows stay on their device, lengths come to the CPU; each part of the new batch is on the device where the old one was.
+Rows stay on their device, lengths are copied to the CPU. The new batch's parts are on the devices of the old ones.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Node(Protocol):
-    """A part of a batch, with the parts that it is made of: a Leaf, LengthsOfJagged, or one of the two below."""
+    """A node of a batch's tree: a Leaf, LengthsOfJagged, or one of the two classes below."""
 
     def rebuild(self, columns: Columns) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Unsplit:
-    """What belongs to the batch as a whole."""
+    """A value that belongs to the whole batch."""
 
     value: Any
 
@@ -58,7 +57,7 @@ class Unsplit:
 
 @dataclass(frozen=True)
 class Container:
-    """A dict, list, tuple or dataclass, and a node for each child."""
+    """A dict, list, tuple or dataclass, with a node per child."""
 
     value: Any
     children: list[Node]
@@ -70,7 +69,7 @@ class Container:
 
 @dataclass(frozen=True)
 class SplitBatch:
-    """A batch as columns, one for each leaf of the tree `root`."""
+    """A batch as columns, one per leaf of the tree `root`."""
 
     samples: int
     columns: list[Column]
@@ -81,9 +80,9 @@ class SplitBatch:
         return "; ".join(c.schema() for c in self.columns)
 
     def lengths(self, features: Sequence[str]) -> dict[str, np.ndarray]:
-        """How many ids each sample has of each of the features that are there."""
+        """Number of ids per sample, for those of the features that are present."""
         lengths = {}
-        for c in sorted(self.columns, key=lambda c: c.is_jagged):  # a label may have the name of a feature
+        for c in sorted(self.columns, key=lambda c: c.is_jagged):  # a label may be named like a feature
             counts = c.counts()
             lengths.update({key: counts[i] for i, key in enumerate(c.keys) if key in features})
         return {name: lengths[name] for name in dict.fromkeys(features) if name in lengths}
@@ -94,21 +93,21 @@ class SplitBatch:
 
 
 def split(batch: Any, shared: Sequence[str] = ()) -> SplitBatch:
-    """An error names what is not cut by sample, or has more or fewer samples than the rest of the batch.
+    """Raises if a field cannot be split by sample, or has a different number of samples than the rest of the batch.
 
-    `shared`: fields, by their path in the batch, that belong to it as a whole."""
+    `shared`: paths of fields that belong to the whole batch."""
     leaves: list[Leaf] = []
     missing = dict.fromkeys(shared, True)
     root = walk("", batch, leaves, missing)
     if any(missing.values()):
         name = next(path for path, is_missing in missing.items() if is_missing)
         raise BalanceError(
-            f"freescale: the batch has no field {name!r}, which BalanceOptions(shared=...) names; found "
+            f"freescale: the batch has no field {name!r}, which BalanceOptions(shared=...) lists; found "
             f"{batch_structure.describe_structure(batch)}"
         )
     if not leaves:
         raise BalanceError(
-            "freescale: the batch holds nothing that could be cut into samples; found "
+            "freescale: the batch has nothing to split by sample; found "
             f"{batch_structure.describe_structure(batch)}"
         )
     on_host = iter(batch_structure.to_host([t for leaf in leaves for t in leaf.lengths]))
@@ -117,8 +116,8 @@ def split(batch: Any, shared: Sequence[str] = ()) -> SplitBatch:
 
 
 def walk(path: str, x: Any, leaves: list[Leaf], shared: dict[str, bool]) -> Node:
-    """The tree of a batch, or of the part of it at `path`. Its leaves are appended to `leaves`. `shared`: paths of what
-    belongs to the batch as a whole, each True until it is found."""
+    """The tree of a batch, or of its part at `path`. Appends its leaves to `leaves`. `shared`: paths of values that
+    belong to the whole batch, each True until found."""
     node: Node
     if path in shared:
         shared[path] = False
@@ -129,7 +128,7 @@ def walk(path: str, x: Any, leaves: list[Leaf], shared: dict[str, bool]) -> Node
         node = _keyed_jagged(path, x)
     elif isinstance(x, torch.Tensor):
         if x.is_nested or x.layout != torch.strided:
-            raise BalanceError(f"freescale: {_described(path)} is a tensor of layout {x.layout}, which cannot be cut")
+            raise BalanceError(f"freescale: {_described(path)} is a tensor of layout {x.layout}, which cannot be split")
         node = TensorLeaf(path, x) if x.dim() else Unsplit(x)
     elif isinstance(x, np.ndarray):
         if x.dtype.kind not in "biufc":
@@ -150,7 +149,7 @@ def _keyed_jagged(path: str, kjt: Any) -> Node:
         value = getattr(kjt, method, lambda: None)()
         if value is not None and value is not False:
             keys = ", ".join(map(repr, kjt.keys()))
-            raise BalanceError(f"freescale: the KeyedJaggedTensor of {keys} has {what} and cannot be cut into samples")
+            raise BalanceError(f"freescale: the KeyedJaggedTensor of {keys} has {what} and cannot be split by sample")
     return KeyedJaggedLeaf(path, kjt) if kjt.keys() else Unsplit(kjt)
 
 
@@ -158,7 +157,7 @@ def _container(path: str, x: Any, leaves: list[Leaf], shared: dict[str, bool]) -
     children = list(batch_structure.children(x))
     if not children and not isinstance(x, Mapping):
         raise BalanceError(
-            f"freescale: {_described(path)} is a {type(x).__name__}, which cannot be cut into samples; expected "
+            f"freescale: {_described(path)} is a {type(x).__name__}, which cannot be split by sample; expected "
             "tensors, KeyedJaggedTensors, lists of one object per sample, or dicts, tuples, dataclasses of them"
         )
     nodes: dict[str, Node] = {}
@@ -185,7 +184,7 @@ def _may_be_lengths(x: Any) -> bool:
 
 
 def _common_samples(columns: Sequence[Column]) -> int:
-    """The one number of samples that all columns have. (A dense tensor may be values whose lengths are missing.)"""
+    """The number of samples, which all columns must share. (A dense tensor may be values without lengths.)"""
     certain = [c.samples for c in columns if c.is_jagged]
     usual = certain[0] if certain else Counter(c.samples for c in columns).most_common(1)[0][0]
     wrong = [c for c in columns if c.samples != usual]
@@ -195,8 +194,8 @@ def _common_samples(columns: Sequence[Column]) -> int:
     others = ", ".join(f"{_described(c.name)} has {c.samples}" for c in wrong)
     raise BalanceError(
         f"freescale: the features of a batch must have equally many samples; {_described(right.name)} has {usual}, "
-        f"but {others}. Ids or values of which a sample has several need their lengths: a KeyedJaggedTensor, or "
-        f"{wrong[0].keys[0] + '_lengths'!r} beside them. What is not per sample is named in BalanceOptions(shared=...)"
+        f"but {others}. Fields with several values per sample need lengths: use a KeyedJaggedTensor, or add "
+        f"{wrong[0].keys[0] + '_lengths'!r}. List fields that are not per sample in BalanceOptions(shared=...)"
     )
 
 

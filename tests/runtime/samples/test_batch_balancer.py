@@ -301,10 +301,10 @@ BAD = {  # what the rank says that has the bad input, what the other one says, b
     "negative": ("has -1.0, 4 of 4 are wrong", "has -1.0, 4 of 4 are wrong", 0),
     "short": ("must return one number for each of the 4 samples", None, 0),
     "counts": ("counts [3, 3] add up to 6, but there are 8 samples", None, 0),
-    "user lengths": ("lengths of feature 'seq' must be one for each of the 4 samples; found 3", None, 0),
+    "user lengths": ("lengths of feature 'seq' must have one number for each of the 4 samples; found 3", None, 0),
     "memory": ("15", None, 0),
     "one alone": ("some ranks balance and others do not", None, 0),
-    "restore": ("restore wants one output for each of the 4 samples of the last batch; found 3", "restore failed on rank 1", 0),
+    "restore": ("restore expects one output for each of the 4 samples of the last batch; found 3", "restore failed on rank 1", 0),
     "origin": ("the loader does not balance", None, 0),
 }  # fmt: skip
 

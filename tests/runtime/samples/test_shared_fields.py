@@ -76,7 +76,7 @@ def test_it_is_said_once(caplog):
 
 def test_fields_that_the_user_names_stay_as_they_are():
     batch = {**ids(0, 0), "loss": {"weights": torch.arange(4.0), "label": torch.arange(6)}, "mask": torch.zeros(6)}
-    with pytest.raises(BalanceError, match=r"'loss.weights' has 4.* is named in BalanceOptions\(shared"):
+    with pytest.raises(BalanceError, match=r"'loss.weights' has 4.* in BalanceOptions\(shared"):
         split_batch.split(batch)
     split = split_batch.split(batch, ["loss.weights", "mask"])
     assert [c.name for c in split.columns] == ["item", "loss.label"]

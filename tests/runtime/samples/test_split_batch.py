@@ -119,15 +119,15 @@ def test_bytes_of_a_sample():
     (
         ({"labels": torch.zeros(5)}, "'features' has 4, but feature 'labels' has 5"),
         ({"more": {"words": ["a"]}}, "feature 'more.words' has 1"),
-        ({"more": {"what": {1, 2}}}, "feature 'more.what' is a set, which cannot be cut"),
+        ({"more": {"what": {1, 2}}}, "feature 'more.what' is a set, which cannot be split"),
         ({"more": {"x": torch.arange(5), "x_lengths": torch.tensor([1, 1, 1, 1])}}, "lengths of 'x' add up to 4, but there are 5"),
         ({"more": {"x": torch.arange(2), "x_lengths": torch.tensor([3, -1, 0, 0])}}, "lengths of 'x' must not be negative"),
-        ({"more": {"x": torch.arange(2), "x_offsets": torch.tensor([1, 1, 1, 2, 2])}}, "'x_offsets' must begin with 0"),
-        ({"more": {"x": torch.arange(2), "x_offsets": torch.tensor([0, 1, 1, 2, 2]), "x_lengths": torch.tensor([1, 1, 0, 0])}}, "feature 'x' disagree"),
+        ({"more": {"x": torch.arange(2), "x_offsets": torch.tensor([1, 1, 1, 2, 2])}}, "'x_offsets' must start with 0"),
+        ({"more": {"x": torch.arange(2), "x_offsets": torch.tensor([0, 1, 1, 2, 2]), "x_lengths": torch.tensor([1, 1, 0, 0])}}, "feature 'x' do not match"),
         ({"more": {"x": np.array(["a"] * 4)}}, "feature 'more.x' is an array of <U1"),
         ({"more": {"x": torch.zeros(4, 4).to_sparse()}}, "'more.x' is a tensor of layout"),
         ({"features": KeyedJaggedTensor(["a", "b"], torch.arange(3), torch.ones(3, dtype=torch.int64))}, "features 'a', 'b' of a KeyedJaggedTensor must"),
-        ({"features": None, "labels": torch.tensor(1.0)}, "nothing that could be cut"),
+        ({"features": None, "labels": torch.tensor(1.0)}, "nothing to split by sample"),
     ),
 )  # fmt: skip
 def test_what_is_wrong_with_a_batch_is_named(change, words):
