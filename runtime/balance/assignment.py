@@ -1,7 +1,7 @@
-"""Methods that give samples to ranks: each takes a Problem and returns the rank of every sample.
+"""Assignment methods: each takes a Problem and returns the rank of every sample.
 
-All of them are deterministic and know nothing of memory or of bytes; swaps.py improves what they return, solver.py
-chooses among them. `fewest_moves` changes neither loads nor memory: it only says which rank gets which group.
+All are deterministic and ignore memory and bytes. swaps.py improves their results, solver.py chooses among them.
+`fewest_moves` changes neither loads nor memory: it only permutes groups and equal samples.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from freescale.runtime.balance.swaps import OperationBudget
 
 
 def descending(problem: Problem) -> IntArray:
-    """Samples by falling cost, equal ones in their order."""
+    """Samples by descending cost, ties by index."""
     bits = problem.index_bits
     keys = ((int(problem.costs.max(initial=0)) - problem.costs) << bits) | np.arange(len(problem.costs))
-    return np.sort(keys) & ((1 << bits) - 1)  # no two keys are equal: the fast sort is as good as a stable one
+    return np.sort(keys) & ((1 << bits) - 1)  # keys are unique, so the faster unstable sort is fine
 
 
 def stay_home(problem: Problem) -> IntArray:
-    """Every sample stays where it is; where a rank has more than its count, its smallest samples leave."""
+    """Every sample stays on its rank; a rank above its count gives away its smallest samples."""
     rank, samples = problem.home.copy(), np.arange(len(problem.home))
     order = np.lexsort((samples, -problem.sizes, rank))
     have = np.bincount(rank, minlength=problem.ranks)
@@ -34,9 +34,9 @@ def stay_home(problem: Problem) -> IntArray:
 
 
 def make_room(problem: Problem, rank: IntArray, target: int) -> IntArray:
-    """Where a sample costs more than the mean load, give its rank the shortest other ones, until it is at `target`.
+    """If a sample costs more than the mean load, give its rank the cheapest other samples, until the load is `target`.
 
-    One swap after the other would get there too, but slowly.
+    Equivalent to single swaps, but faster.
     """
     costs, rank = problem.costs, rank.copy()
     loads = np.zeros(problem.ranks, np.int64)
@@ -65,7 +65,7 @@ def make_room(problem: Problem, rank: IntArray, target: int) -> IntArray:
 
 
 def zigzag(problem: Problem) -> IntArray:
-    """By falling cost, to ranks 0, 1, ..., n, n, ..., 1, 0, 0, 1, ...; a full rank is passed over."""
+    """In descending order of cost, to ranks 0, 1, ..., n, n, ..., 1, 0, 0, 1, ...; full ranks are skipped."""
     ranks, rounds = problem.ranks, int(problem.counts.max(initial=0))
     turns = np.tile(np.arange(ranks), (rounds, 1))
     turns[1::2] = turns[1::2, ::-1]
@@ -76,10 +76,10 @@ def zigzag(problem: Problem) -> IntArray:
 
 
 def lpt(problem: Problem, *, any_count: bool = False) -> IntArray:
-    """Longest processing time first: by falling cost, each to the least loaded rank that is not full.
+    """Longest processing time first: in descending order of cost, each to the least loaded rank that is not full.
 
-    Done in runs: as long as no rank of the run, with its new sample, is below the next rank without, the least loaded
-    ranks take one sample each.
+    Vectorized in runs: the least loaded ranks take one sample each, as long as no rank in the run, with its new sample,
+    has a lower load than the next rank without one.
     """
     order, ranks = descending(problem), problem.ranks
     costs, rank = problem.costs[order], np.empty(len(order), np.int64)
@@ -102,10 +102,10 @@ def lpt(problem: Problem, *, any_count: bool = False) -> IntArray:
 
 
 def kk(problem: Problem) -> IntArray:
-    """Karmarkar-Karp with equal counts: sets of one sample per rank; the two most uneven sets become one, repeatedly.
+    """Karmarkar-Karp with equal counts: from sets of one sample per rank, repeatedly merge the two most uneven ones.
 
-    Where two sets meet, the heaviest part of one joins the lightest of the other. Counts differ by at most one, the
-    larger ones belong to the ranks that ask for them.
+    A merge combines the heaviest part of one set with the lightest of the other. Counts differ by at most one; larger
+    groups go to the ranks with larger counts.
     """
     ranks, order = problem.ranks, descending(problem)
     sets = -(-len(order) // ranks)
@@ -113,7 +113,7 @@ def kk(problem: Problem) -> IntArray:
         return order
     padded = np.full(sets * ranks, -1)
     padded[: len(order)] = order
-    loads = [row for row in np.append(problem.costs, 0)[padded].reshape(sets, ranks)]  # each falling
+    loads = [row for row in np.append(problem.costs, 0)[padded].reshape(sets, ranks)]  # each descending
     heap = [(int(row[-1] - row[0]), number) for number, row in enumerate(loads)]
     heapq.heapify(heap)
     joined: list[tuple[int, int, IntArray]] = []  # set, set, new order of the parts
@@ -124,7 +124,7 @@ def kk(problem: Problem) -> IntArray:
         joined.append((first, second, new))
         loads.append(together[new])
         heapq.heappush(heap, (int(loads[-1][-1] - loads[-1][0]), len(loads) - 1))
-    part: list[IntArray] = [np.arange(ranks)] * len(loads)  # of the whole, that each part of a set became
+    part: list[IntArray] = [np.arange(ranks)] * len(loads)  # final group of each part of each set
     for number, (first, second, new) in reversed(list(enumerate(joined, sets))):
         place = np.empty(ranks, np.int64)
         place[new] = part[number]
@@ -136,7 +136,7 @@ def kk(problem: Problem) -> IntArray:
 
 
 def _with_counts(problem: Problem, group: IntArray) -> IntArray:
-    """Number the groups so that each rank gets as many samples as it should."""
+    """Number the groups so that each rank gets its count of samples."""
     have = np.bincount(group, minlength=problem.ranks)
     rank_of_group = np.empty(problem.ranks, np.int64)
     rank_of_group[np.argsort(have, kind="stable")] = np.argsort(problem.counts, kind="stable")
@@ -144,14 +144,14 @@ def _with_counts(problem: Problem, group: IntArray) -> IntArray:
 
 
 def fewest_moves(problem: Problem, rank: IntArray) -> IntArray:
-    """The same groups on other ranks, and samples of equal cost exchanged, so that more bytes stay at home."""
+    """Permute the groups over ranks, and exchange samples of equal cost, so that more bytes stay on their rank."""
     ranks = problem.ranks
     stays = np.bincount(rank * ranks + problem.home, problem.sizes.astype(np.float64), minlength=ranks * ranks)
     stays = stays.reshape(ranks, ranks)
-    stays[np.bincount(rank, minlength=ranks)[:, None] != problem.counts] = -1  # other count: not its group
+    stays[np.bincount(rank, minlength=ranks)[:, None] != problem.counts] = -1  # other count
     rank_of_group = np.full(ranks, -1)
     groups, free = np.arange(ranks), np.arange(ranks)
-    while len(groups):  # every group asks for its best rank, every rank that is asked takes one
+    while len(groups):  # every group requests its best rank, every requested rank accepts one
         best = stays[np.ix_(groups, free)]
         asked = best.argmax(1)
         value = best[np.arange(len(groups)), asked]
@@ -163,16 +163,16 @@ def fewest_moves(problem: Problem, rank: IntArray) -> IntArray:
 
 
 def _bring_equals_home(problem: Problem, rank: IntArray) -> IntArray:
-    """Among samples of equal cost and memory that are away, let those take a place at home for whom there is one."""
+    """Among moved samples of equal cost and memory, send those home for which there is a place there."""
     away, bits = np.flatnonzero(rank != problem.home), bits_for_index(len(rank), problem.ranks)
-    if 3 * bits + 1 > 63:  # a million samples: their keys would not fit into one number
+    if 3 * bits + 1 > 63:  # a million samples: keys would not fit into 64 bits
         return rank
     number, side = np.arange(len(away)), 1 << bits
     kind = _dense_ids((problem.costs[away] << problem.index_bits) | number, problem.index_bits)
     if problem.memory is not None:
         other = np.unique(problem.memory[away], return_inverse=True)[1]
         kind = _dense_ids((((kind << bits) | other) << bits) | number, bits)
-    # Sorted by kind and rank: first the samples at home there, then the places taken there.
+    # Sorted by kind and rank: first the samples whose home it is, then the places taken there.
     wanted = (((kind << bits) | problem.home[away]) << (bits + 1)) | number
     offered = (((kind << bits) | rank[away]) << (bits + 1)) | side | number
     keys = np.sort(np.concatenate((wanted, offered)))
@@ -186,12 +186,12 @@ def _bring_equals_home(problem: Problem, rank: IntArray) -> IntArray:
     new = rank.copy()
     goes_home = away[sample[matched & ~place]]
     new[goes_home] = problem.home[goes_home]
-    new[away[sample[~matched & ~place]]] = rank[away[sample[~matched & place]]]  # both by kind, as many of each
+    new[away[sample[~matched & ~place]]] = rank[away[sample[~matched & place]]]  # sorted by kind, equal counts per kind
     return new
 
 
 def _dense_ids(keys: IntArray, bits: int) -> IntArray:
-    """0, 1, ... for equal `keys >> bits`, in their order; result i is that of the key whose lower bits are i."""
+    """0, 1, ... for distinct `keys >> bits` in ascending order; result i is for the key whose lower bits are i."""
     ordered = np.sort(keys)
     new = np.empty(len(keys), np.int64)
     new[ordered & ((1 << bits) - 1)] = np.cumsum(np.diff(ordered >> bits, prepend=ordered[:1] >> bits) != 0)
@@ -201,21 +201,21 @@ def _dense_ids(keys: IntArray, bits: int) -> IntArray:
 def exact(
     problem: Problem, below: int, budget: OperationBudget, *, any_count: bool = False, any_below: bool = False
 ) -> IntArray | None:
-    """The assignment with the smallest_sum largest load, if that is below `below`, by trying them all.
+    """The assignment with the smallest largest load, if that is below `below`, by exhaustive search.
 
-    `any_below`: the first one below it will do. The budget, one unit per try, must outlast the search: where it is left
-    with nothing, what is returned may not be the best.
+    `any_below`: return the first one below `below`. The budget is one unit per try; if it runs out, the result may not
+    be the best.
     """
     order = descending(problem)
     costs = problem.costs[order].tolist()
     memory = [0] * len(costs) if problem.memory is None else problem.memory[order].tolist()
     room = [len(costs)] * problem.ranks if any_count else problem.counts.tolist()
     loads, held, path = [0] * problem.ranks, [0] * problem.ranks, [0] * len(costs)
-    smallest_sum = np.concatenate(([0], np.cumsum(costs[::-1]))).tolist()  # sum of the n last samples
+    smallest_sum = np.concatenate(([0], np.cumsum(costs[::-1]))).tolist()  # sum of the n cheapest samples
     best: list[int] | None = None
 
     def place(n: int) -> bool:
-        """Place sample n and those after it. True: the search is over."""
+        """Place sample n and those after it. Return True if the search is over."""
         nonlocal below, best
         if n == len(costs):
             below, best = max(loads), path.copy()

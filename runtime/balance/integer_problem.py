@@ -1,4 +1,4 @@
-"""The problem that the balancer solves, in integers, made from what a user gives; bad input is named here."""
+"""The balancing problem in integers, built from user input. Validates the input."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import numpy as np
 
 IntArray = np.ndarray  # of int64
 
-KEY_BITS = 62  # of a sample's key: its cost, then its index
+KEY_BITS = 62  # of a sample's key: cost and index
 _MAX_TOTAL_BYTES = 2.0**53
 
 
 class BalanceError(ValueError):
-    """Costs, counts, sizes or memory that cannot be balanced, and why."""
+    """Costs, counts, sizes or memory that cannot be balanced, with the reason."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Samples and ranks in integers. `sizes` are bytes to move, `home` the rank that has a sample now."""
+    """Samples and ranks in integers. `sizes`: bytes to move. `home`: current rank of each sample."""
 
     costs: IntArray
-    counts: IntArray  # samples of each rank
+    counts: IntArray  # samples per rank
     home: IntArray
     sizes: IntArray
     memory: IntArray | None
-    cap: int  # bytes of memory a rank may hold; of no meaning without `memory`
-    index_bits: int  # that hold the index of a sample
+    cap: int  # max bytes of memory per rank; unused without `memory`
+    index_bits: int  # bits of a sample index
 
     @property
     def ranks(self) -> int:
         return len(self.counts)
 
     def load_lower_bound(self) -> int:
-        """No assignment has a smaller largest load: the mean, and the longest sample with the shortest company."""
+        """Lower bound of the largest load: the mean, or the longest sample plus the shortest others on its rank."""
         if not len(self.costs):
             return 0
         mean, longest = -(-int(self.costs.sum()) // self.ranks), int(self.costs.max())
@@ -50,13 +50,13 @@ def bits_for_index(samples: int, ranks: int) -> int:
 
 
 def integer_costs(costs: np.ndarray, bits: int) -> IntArray:
-    """Costs as integers whose sum has at most 62 - `bits` bits: the costs themselves where they are whole numbers."""
+    """Costs as integers whose sum has at most 62 - `bits` bits; unchanged if they are integers already."""
     cost_bits = KEY_BITS - bits
     largest = float(costs.max(initial=0.0))
     if largest * len(costs) < 2.0**cost_bits and (costs == np.rint(costs)).all():
         return costs.astype(np.int64)
     exponent = int(np.frexp(largest)[1])
-    scaled = np.rint(np.ldexp(costs, cost_bits - bits - exponent)).astype(np.int64)  # a sum of at most `cost_bits`
+    scaled = np.rint(np.ldexp(costs, cost_bits - bits - exponent)).astype(np.int64)  # sum: at most `cost_bits` bits
     unused_bits = max(0, cost_bits - 1 - int(scaled.sum()).bit_length())
     return np.rint(np.ldexp(costs, cost_bits - bits - exponent + min(unused_bits, bits))).astype(np.int64)
 
@@ -66,7 +66,7 @@ def make_problem(
 ) -> Problem:
     samples = len(costs)
     if isinstance(ranks, bool) or not isinstance(ranks, (int, np.integer)) or ranks < 1:
-        raise BalanceError(f"freescale: balance wants a whole number of ranks, at least 1; found {ranks!r}")
+        raise BalanceError(f"freescale: balance expects an integer number of ranks, at least 1; found {ranks!r}")
     even = np.full(ranks, samples // ranks) + (np.arange(ranks) < samples % ranks)
     home_rank = None if home is None else checked_integers("home", home, samples, int(ranks) - 1)
     if counts is not None:
@@ -77,11 +77,11 @@ def make_problem(
             )
     else:
         have = even if home_rank is None else np.bincount(home_rank, minlength=ranks)
-        wanted = have if np.ptp(have) <= 1 else even  # as equal as can be, without moving what need not move
+        wanted = have if np.ptp(have) <= 1 else even  # as even as possible, without unnecessary moves
     if home_rank is None:
         home_rank = np.repeat(np.arange(ranks), wanted)
     if (memory is None) != (memory_cap is None):
-        raise BalanceError("freescale: balance wants both memory and memory_cap, or neither")
+        raise BalanceError("freescale: balance requires both memory and memory_cap, or neither")
     cap = 0
     if memory_cap is not None:
         if not (np.isfinite(memory_cap) and memory_cap >= 0):
@@ -96,7 +96,7 @@ def make_problem(
 
 
 def checked_numbers(name: str, values: Any, samples: int | None) -> np.ndarray:
-    """One finite number, not negative, for each sample."""
+    """One finite, non-negative number per sample."""
     try:
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as e:
@@ -119,19 +119,19 @@ def checked_numbers(name: str, values: Any, samples: int | None) -> np.ndarray:
 def _checked_bytes(name: str, values: Any, samples: int) -> np.ndarray:
     n_bytes = np.ceil(checked_numbers(name, values, samples))
     if float(n_bytes.sum()) >= _MAX_TOTAL_BYTES:
-        raise BalanceError(f"freescale: {name} are bytes; together {n_bytes.sum():.3g} are more than can be counted")
+        raise BalanceError(f"freescale: {name} are bytes; their total {n_bytes.sum():.3g} is too large")
     return n_bytes.astype(np.int64)
 
 
 def checked_integers(name: str, values: Any, length: int, largest: int | None) -> np.ndarray:
-    """Whole numbers, not negative."""
+    """Non-negative integers."""
     array = np.asarray(values)
     if array.ndim != 1 or len(array) != length:
         raise BalanceError(
-            f"freescale: {name} must have {length} numbers in 1 dimension, found the shape {array.shape}"
+            f"freescale: {name} must have {length} numbers in 1 dimension, found shape {array.shape}"
         )
     if length and array.dtype.kind not in "iu":
-        raise BalanceError(f"freescale: {name} must be whole numbers, found {array.dtype}")
+        raise BalanceError(f"freescale: {name} must be integers, found {array.dtype}")
     whole = array.astype(np.int64)
     if length and (whole.min() < 0 or (largest is not None and whole.max() > largest)):
         limit = "at least 0" if largest is None else f"between 0 and {largest}"

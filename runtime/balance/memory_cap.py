@@ -1,7 +1,7 @@
-"""Improve an assignment by swaps within a cap on the memory of every rank.
+"""Improve an assignment by swaps within a memory cap per rank.
 
-The cap is never broken: if a start breaks it, memory is balanced first, from several starting points, and by trying all
-assignments where there are few. If nothing helps, the error says what is missing.
+The cap always holds: if the starting assignment exceeds it, memory is balanced first, from several starting points, and
+by exhaustive search for small problems. If that fails, the error reports the numbers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _MAX_TRIES = 50_000  # of an exhaustive search, about 0.2 seconds
 
 
 class StopCriteria:
-    """Which largest load is good enough (`target` + `slack`), and what may be spent to get there (`budget`)."""
+    """The largest load that is good enough (`target` + `slack`), and the operations to spend on it (`budget`)."""
 
     def __init__(self, problem: Problem, tolerance: float, budget: int | None) -> None:
         if not 0 <= tolerance < 1:
             raise BalanceError(
-                f"freescale: the tolerance is a share of the load, at least 0 and below 1; found {tolerance}"
+                f"freescale: tolerance must be a share of the load, at least 0 and below 1; found {tolerance}"
             )
         if budget is not None and budget < 0:
-            raise BalanceError(f"freescale: the budget is a number of operations, at least 0; found {budget}")
+            raise BalanceError(f"freescale: budget must be a number of operations, at least 0; found {budget}")
         self.target = problem.load_lower_bound()
         self.slack = int(self.target * tolerance)
         default = max(250_000, 40 * len(problem.costs)) * (1 if problem.memory is None else 4)
@@ -37,7 +37,7 @@ class StopCriteria:
 def improve_within_cap(
     problem: Problem, rank: np.ndarray, stop: StopCriteria, budget: OperationBudget
 ) -> tuple[Partition, bool]:
-    """The assignment `rank` after swaps, within the memory cap, and whether that is good enough."""
+    """Improve the assignment `rank` by swaps within the memory cap. Also return whether it is good enough."""
     if problem.memory is None:
         partition = Partition(problem, rank)
         return partition, improve(partition, stop.target, stop.slack, budget)
@@ -58,9 +58,9 @@ def improve_within_cap(
 
 
 def _lower_memory(partition: Partition, stop: StopCriteria, budget: OperationBudget) -> Partition | None:
-    """Bring a balanced partition below the memory cap, with swaps that cost little balance; None if that fails.
+    """Bring a balanced partition below the memory cap with swaps that cost little balance; None on failure.
 
-    Where cost grows faster than memory, long samples decide the cost and short ones can still even out the memory.
+    If cost grows faster than memory, long samples determine the cost and short ones can still even out memory.
     """
     problem = partition.problem
     by_memory, _ = _memory_problem(problem)
@@ -75,14 +75,14 @@ def _lower_memory(partition: Partition, stop: StopCriteria, budget: OperationBud
 
 
 def _memory_problem(problem: Problem) -> tuple[Problem, int]:
-    """The problem of balancing memory instead of cost, in units of so many bytes."""
+    """The problem of balancing memory instead of cost, and its unit in bytes."""
     assert problem.memory is not None
     scale = max(0, int(problem.memory.sum()).bit_length() - (KEY_BITS - problem.index_bits))
     return replace(problem, costs=-(-problem.memory >> scale), memory=None, cap=problem.cap >> scale), 1 << scale
 
 
 def fit_to_cap(partition: Partition, *, any_count: bool = False) -> Partition:
-    """A partition that keeps the memory cap, near the given one; an error with the numbers if there is none."""
+    """A partition within the memory cap, close to the given one. Raises if there is none."""
     problem = partition.problem
     if partition.fits_memory():
         return partition
@@ -96,7 +96,7 @@ def fit_to_cap(partition: Partition, *, any_count: bool = False) -> Partition:
     if least > by_memory.cap:
         raise BalanceError(
             f"freescale: no assignment keeps {problem.ranks} ranks within the memory cap of {problem.cap} bytes each: "
-            f"{numbers}, and with these counts some rank needs at least {least * unit}"
+            f"{numbers}, and these counts require at least {least * unit} on one rank"
         )
     starts = [
         lambda: partition.sample_ranks(),
@@ -117,17 +117,17 @@ def fit_to_cap(partition: Partition, *, any_count: bool = False) -> Partition:
     outcome = "no assignment keeps" if tries.left else f"found no assignment in {_MAX_TRIES} tries that keeps"
     raise BalanceError(
         f"freescale: {outcome} {problem.ranks} ranks within the memory cap of {problem.cap} bytes each: {numbers}; "
-        f"the best one needs {held} on a rank"
+        f"the best found needs {held} on one rank"
     )
 
 
 def _with_counts_of(problem: Problem, rank: np.ndarray) -> Problem:
-    """The problem with the counts that the assignment `rank` has."""
+    """The problem with the counts of the assignment `rank`."""
     return replace(problem, counts=np.bincount(rank, minlength=problem.ranks))
 
 
 def over_cap(method: str, held: float, cap: int) -> BalanceError:
-    """For methods that move nothing and can therefore do nothing about it."""
+    """Error for methods that move nothing and so cannot reduce memory."""
     return BalanceError(
         f"freescale: the method {method!r} leaves {int(held)} bytes of memory on a rank, above the cap of {cap}"
     )

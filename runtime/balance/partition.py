@@ -1,7 +1,7 @@
-"""A partition of the samples among the ranks, kept as one matrix so that swaps.py can search all ranks at once.
+"""A partition of the samples over ranks, stored as a matrix so that swaps.py can search all ranks at once.
 
-A rank's samples lie in one row, sorted by cost; a sample is the key `cost << index_bits | index`. Costs are integers,
-so a load does not depend on the order of its sum.
+A row holds a rank's samples, sorted by cost; a sample is the key `cost << index_bits | index`. Costs are integers, so
+loads do not depend on summation order.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import numpy as np
 
 from freescale.runtime.balance.integer_problem import IntArray, Problem
 
-EMPTY = np.iinfo(np.int64).max  # a cell without a sample: rows are as long as the largest count
+EMPTY = np.iinfo(np.int64).max  # an empty cell: row length is the largest count
 
 
 class Partition:
-    """Which samples each rank has; `keys`, `loads` and `memory` follow every swap."""
+    """The samples of each rank. Swaps update `keys`, `loads` and `memory`."""
 
     def __init__(self, problem: Problem, rank: IntArray) -> None:
         self.problem = problem
@@ -33,7 +33,7 @@ class Partition:
         self.memory = None if problem.memory is None else self.sums(problem.memory)
 
     def _filled_cells(self) -> tuple[IntArray, IntArray]:
-        """Sample and rank of every filled cell, rank by rank."""
+        """Sample and rank of every filled cell, ordered by rank."""
         row = np.repeat(np.arange(len(self.counts)), self.counts)
         keys = self.keys.ravel() if len(row) == self.keys.size else self.keys[self.keys != EMPTY]
         return keys & ((1 << self.problem.index_bits) - 1), row
@@ -46,7 +46,7 @@ class Partition:
         return rank
 
     def sums(self, values: IntArray) -> IntArray:
-        """Sum of `values` of the samples of each rank."""
+        """Per-rank sums of per-sample `values`."""
         sample = np.where(self.keys == EMPTY, len(values), self.keys & ((1 << self.problem.index_bits) - 1))
         return np.append(values, 0)[sample].sum(1)
 
@@ -59,7 +59,7 @@ class Partition:
         return self.memory is None or bool((self.memory <= self.problem.cap).all())
 
     def swap(self, rows: IntArray, columns: IntArray, other_rows: IntArray, other_columns: IntArray) -> None:
-        """Swap cells, no cell twice."""
+        """Swap cells; each cell may occur only once."""
         bits, mask = self.problem.index_bits, (1 << self.problem.index_bits) - 1
         mine, theirs = self.keys[rows, columns], self.keys[other_rows, other_columns]
         self.keys[rows, columns], self.keys[other_rows, other_columns] = theirs, mine
@@ -72,4 +72,4 @@ class Partition:
             np.add.at(self.memory, other_rows, gain)
         touched = np.zeros(len(self.loads), bool)
         touched[rows] = touched[other_rows] = True
-        self.keys[touched] = np.sort(self.keys[touched], axis=1, kind="stable")  # nearly sorted: stable is the fast one
+        self.keys[touched] = np.sort(self.keys[touched], axis=1, kind="stable")  # stable is faster: nearly sorted

@@ -1,4 +1,4 @@
-"""What a user gets from `balance`: where every sample goes, and how even that is."""
+"""The result of `balance`: the rank of every sample, and how even the loads are."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from freescale.runtime.balance.integer_problem import Problem
 
 @dataclass(frozen=True)
 class BalanceResult:
-    """Where every sample goes.
+    """The rank of every sample, and statistics.
 
     rank           rank of each sample
-    step           0 for each sample: the method `local`, which had several, is deprecated
-    order          all samples, by rank, then as sample_costs: the batches that the ranks should have
-    counts         samples of each rank
-    loss_weights   per sample. If each rank averages loss * weight over its samples and the ranks' results are averaged
-                   (as DDP does), the result is the mean over all samples. All 1 if all ranks have equal counts
-    loads          cost of each rank
-    straggler      share of the time that the average rank waits for the slowest: 1 - mean load / largest load
-    before         the same if every sample stays at home
+    step           0 for each sample (only the deprecated method `local` had several)
+    order          all samples, ordered by rank, then by index: the batches that the ranks should get
+    counts         samples per rank
+    loss_weights   per sample. If each rank averages loss * weight over its samples, and ranks are averaged (as in DDP),
+                   the result is the mean over all samples. All 1 if counts are equal
+    loads          cost per rank
+    straggler      share of time that the average rank waits for the slowest: 1 - mean load / largest load
+    before         the same if every sample stays on its rank
     bound          the same if the largest load were max(mean load, longest sample): no assignment is better
-    moved_bytes    bytes that leave their home rank (samples, if no sizes are sample_costs)
-    oversized      samples that cost more than the mean load of a rank: nothing can balance these
-    method         what made this assignment
+    moved_bytes    bytes that leave their rank (number of samples if no sizes are given)
+    oversized      samples that cost more than the mean load of a rank: no assignment can balance them
+    method         the method that produced this assignment
     """
 
     rank: np.ndarray
@@ -42,7 +42,7 @@ class BalanceResult:
     method: str
 
     def samples_of(self, rank: int) -> np.ndarray:
-        """The samples of one rank, in their order."""
+        """The samples of one rank, in order."""
         end = int(self.counts[: rank + 1].sum())
         return self.order[end - int(self.counts[rank]) : end]
 
@@ -71,7 +71,7 @@ def make_result(problem: Problem, costs: np.ndarray, rank: np.ndarray, method: s
 
 
 def _loads_and_straggler(costs: np.ndarray, rank: np.ndarray, ranks: int) -> tuple[np.ndarray, float]:
-    """Load of each rank, and the share of the time that the average rank waits for the slowest."""
+    """Load of each rank, and the share of time that the average rank waits for the slowest."""
     loads = np.bincount(rank, costs, minlength=ranks)
     longest = float(loads.max())
     return loads, max(0.0, 1 - float(loads.sum()) / ranks / longest) if longest else 0.0

@@ -1,8 +1,8 @@
-"""What a sample costs: from its lengths, by a formula that is fitted to measured times, or by a user's own function.
+"""The cost of a sample as a function of its lengths: a formula fitted to measured times, or a user's function.
 
-A cost is any callable `cost(*lengths) -> array` with one number per sample; its unit does not matter. `costs_of` calls
-one and names what is wrong with the answer. Nothing here communicates: ranks gather the *costs* of their samples, so
-that all balance the same numbers, and gather sums and times, so that all fit the same rows.
+A cost is any callable `cost(*lengths) -> array` with one number per sample, in any unit. `costs_of` calls it and
+validates the result. Nothing here communicates: ranks gather *costs*, so that all solve the same problem, and gather
+sums and times, so that all fit the same data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Cost(Protocol):
-    """Costs of samples from their lengths: one array of lengths for each field, in the order of the fields."""
+    """Costs of samples from their lengths: one array per field, in field order."""
 
     def __call__(self, *lengths: np.ndarray) -> np.ndarray: ...
 
@@ -31,7 +31,7 @@ class Cost(Protocol):
 class LengthCost:
     """a * L + b * L**2, where L is the sum of a sample's lengths (its sequence and its candidates).
 
-    As it is made, both terms are equal at 2048: linear layers and attention of a model some 500 wide.
+    With the defaults, both terms are equal at length 2048: linear layers and attention of a model about 500 wide.
     """
 
     a: float = 1.0
@@ -44,7 +44,7 @@ class LengthCost:
 
 @dataclass(frozen=True)
 class FeatureCost:
-    """The weighted sum of features of a sample, as `FittedCost` fits it."""
+    """The weighted sum of a sample's features, as fitted by `FittedCost`."""
 
     weights: tuple[float, ...]
     features: Callable[..., Any]
@@ -53,12 +53,12 @@ class FeatureCost:
         return np.asarray(self.weights) @ self.checked_features(*lengths)
 
     def checked_features(self, *lengths: np.ndarray) -> np.ndarray:
-        """[features, samples]; an error says what else was found."""
+        """[features, samples]; validated."""
         found, samples = np.asarray(self.features(*lengths), np.float64), len(lengths[0])
         if found.shape != (len(self.weights), samples):
             raise BalanceError(
-                f"freescale: the features of {samples} samples must have the shape ({len(self.weights)}, {samples}), "
-                f"one row for each number of the prior; found {found.shape}"
+                f"freescale: the features of {samples} samples must have shape ({len(self.weights)}, {samples}), "
+                f"one row per weight of the prior; found {found.shape}"
             )
         wrong = np.argwhere(~((found >= 0) & (found < np.inf)))
         if len(wrong):
@@ -75,10 +75,10 @@ def total_length(*lengths: np.ndarray) -> np.ndarray:
 
 
 def costs_of(cost: Callable[..., Any], lengths: Mapping[str, Any], what: str = "cost") -> np.ndarray:
-    """The cost of each sample; an error names the field, or the function and the sample, that is wrong."""
+    """The cost of each sample. Errors name the invalid field, or the function and the sample."""
     fields = {name: _checked_lengths(name, values) for name, values in lengths.items()}
     if not fields:
-        raise BalanceError(f"freescale: the {what} of a sample needs the lengths of at least one field; found none")
+        raise BalanceError(f"freescale: the {what} of a sample requires the lengths of at least one field; found none")
     sizes = {name: len(values) for name, values in fields.items()}
     samples = next(iter(sizes.values()))
     if len(set(sizes.values())) > 1:
@@ -95,14 +95,14 @@ def costs_of(cost: Callable[..., Any], lengths: Mapping[str, Any], what: str = "
     if values.shape != (samples,):
         raise BalanceError(
             f"freescale: the {what} function {name} must return one number for each of the {samples} samples, "
-            f"found the shape {values.shape}"
+            f"found shape {values.shape}"
         )
     wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)))
     if len(wrong):
         first = int(wrong[0])
         its_lengths = ", ".join(f"{field!r} {fields[field][first]}" for field in fields)
         raise BalanceError(
-            f"freescale: the {what} function {name} must return finite numbers that are not negative; sample {first} "
+            f"freescale: the {what} function {name} must return finite, non-negative numbers; sample {first} "
             f"(lengths: {its_lengths}) has {values[first]}, {len(wrong)} of {samples} are wrong"
         )
     return values
@@ -124,25 +124,24 @@ def _checked_lengths(name: str, values: Any) -> np.ndarray:
     return lengths
 
 
-_HUBER_THRESHOLD = 1.345  # residuals beyond so many standard deviations count less
+_HUBER_THRESHOLD = 1.345  # in standard deviations; larger residuals get less weight
 _MAX_ITERATIONS = 20
-_MAX_FEATURES = 8  # all choices of them are tried
-# A fit takes Python's lock from the training thread for milliseconds, more with more ranks: from this step on it is
-# made at every so many steps only.
+_MAX_FEATURES = 8  # all subsets are tried
+# A fit holds the GIL for milliseconds, more with more ranks. From step _REFIT_FROM on, fit every _REFIT_EVERY steps.
 _REFIT_FROM, _REFIT_EVERY = 16, 8
-_PRIOR_NOISE, _PRIOR_NOISE_ROWS = 0.05, 8  # of a measured time, as a share of it; and how many rows that counts for
+_PRIOR_NOISE, _PRIOR_NOISE_ROWS = 0.05, 8  # rel. noise of a measured time; rows that this prior counts as
 
 
 class FittedCost:
-    """a * L + b * L**2, with a and b from measured times of all ranks; before there are any, from the prior.
+    """a * L + b * L**2, with a and b fitted to measured times of all ranks; the prior before there are any.
 
-    The time of a rank is modelled as c + a * sum(L) + b * sum(L**2), nothing negative, over the last `window` steps, by
-    least squares with Huber's weights: a step with a hiccup counts little. The first steps are fitted at once,
-    later ones eight together. The prior knows how a and b compare, not how fast the machine is; it counts as much as
-    one rank's one step whose shares of the time are known to `prior_spread`.
+    The time of a rank is modeled as c + a * sum(L) + b * sum(L**2), with non-negative coefficients, over the last
+    `window` steps, by least squares with Huber weights: outlier steps count little. The first steps are fitted
+    immediately, later ones in groups of eight. The prior gives the ratio of a and b, not the machine's speed. It counts
+    as much as one step of one rank whose shares of the time are known to `prior_spread`.
 
-    features: of a sample, in place of L and L**2: features(*lengths) -> [features, samples], nothing negative. The cost
-    is then their weighted sum, and `prior` has a weight for each.
+    features: replaces L and L**2: features(*lengths) -> [features, samples], non-negative. The cost is then their
+    weighted sum, and `prior` has one weight per feature.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class FittedCost:
     ) -> None:
         if window < 1 or not prior_spread > 0:
             raise BalanceError(
-                f"freescale: a fit wants a window of at least 1 step and a prior_spread above 0; "
+                f"freescale: a fit requires a window of at least 1 step and a prior_spread above 0; "
                 f"found {window} and {prior_spread}"
             )
         self.of_sample, self.prior_spread = features, prior_spread
@@ -170,8 +169,8 @@ class FittedCost:
         sound = 1 <= len(weights) <= _MAX_FEATURES and all(0 <= w < np.inf for w in weights)
         if self.of_sample is None or not sound:
             raise BalanceError(
-                f"freescale: a fit to features wants the function `features` and as `prior` one weight for each, 1 to "
-                f"{_MAX_FEATURES} finite numbers that are not negative; found {prior!r}"
+                f"freescale: fitting features requires the function `features`, and as `prior` one weight per feature: "
+                f"1 to {_MAX_FEATURES} finite, non-negative numbers; found {prior!r}"
             )
         return FeatureCost(weights, self.of_sample)
 
@@ -179,22 +178,22 @@ class FittedCost:
         return self.current(*lengths)
 
     def sample_features(self, *lengths: np.ndarray) -> np.ndarray | None:
-        """[features, samples] of what the function `features` says; None where the features are L and L**2."""
+        """[features, samples] from the function `features`; None if the features are L and L**2."""
         return self.prior.checked_features(*lengths) if isinstance(self.prior, FeatureCost) else None
 
     @staticmethod
     def features(*lengths: np.ndarray) -> np.ndarray:
-        """What a rank must tell of its batch: sum(L), sum(L**2)."""
+        """What a rank reports about its batch: sum(L), sum(L**2)."""
         length = total_length(*lengths)
         return np.array([length.sum(), (length * length).sum()])
 
     def observe(self, features: Any, seconds: Any) -> None:
-        """One step: features[rank] and compute time of every rank. A rank that computed nothing (0 s) is left out."""
+        """Add one step: features[rank] and compute time of every rank. Skips ranks that computed nothing (0 s)."""
         x, y = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
         number = len(_weights(self.prior))
         if x.ndim != 2 or x.shape[1] != number or y.shape != (len(x),):
             raise BalanceError(
-                f"freescale: a fit wants features of shape (ranks, {number}) and one time per rank, "
+                f"freescale: a fit expects features of shape (ranks, {number}) and one time per rank, "
                 f"found {x.shape} and {y.shape}"
             )
         for name, values in (("features", x), ("seconds", y)):
@@ -213,7 +212,7 @@ class FittedCost:
             self._fit()
 
     def stats(self) -> dict[str, float]:
-        """The fit as it stands, for logs and statistics. `equal_at`: length at which both terms cost the same."""
+        """The current fit, for logs and statistics. `equal_at`: length at which both terms are equal."""
         if isinstance(self.current, FeatureCost):
             weights = {f"weight_{i}": w for i, w in enumerate(self.current.weights)}
             return {**weights, "constant": self.constant, "noise": self.noise, "steps": self.steps}
@@ -235,13 +234,13 @@ class FittedCost:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(prior := tuple(state["prior"])) != len(_weights(self.prior)):
             raise BalanceError(
-                f"freescale: the fit of {len(prior)} features cannot go on with {len(_weights(self.prior))}"
+                f"freescale: cannot load a fit of {len(prior)} features into one of {len(_weights(self.prior))}"
             )
         self.prior, self.steps = _with_weights(self.prior, prior), int(state["steps"])
         self.rows.clear()
         self.rows.extend((np.array(x), np.array(y)) for x, y in state["rows"])
         self.current, self.constant, self.noise = self.prior, 0.0, float("nan")
-        if (fit := state.get("fit")) is not None:  # it may be older than the last rows
+        if (fit := state.get("fit")) is not None:  # the fit may be older than the last rows
             self.current = _with_weights(self.prior, fit["weights"])
             self.constant, self.noise = float(fit["constant"]), float(fit["noise"])
         elif self.rows:
@@ -258,11 +257,11 @@ class FittedCost:
         shares, self.noise = robust_fit(terms, y / scale_y, expected, self.prior_spread)
         self.constant = float(shares[0] * scale_y)
         weights = (shares[1:] * scale_y / scale_x).tolist()
-        if sum(weights) > 0:  # else the time does not depend on lengths at all, and any order of samples is as good
+        if sum(weights) > 0:  # else the time does not depend on lengths, and any assignment is equally good
             self.current = _with_weights(self.prior, weights)
         names = ("L", "L**2") if isinstance(self.prior, LengthCost) else [f"feature {i}" for i in range(len(weights))]
         log.debug(
-            "cost of a sample after %d steps: %s seconds, %.3g per step, noise %.2g%%",
+            "cost per sample after %d steps: %s seconds, %.3g per step, noise %.2g%%",
             self.steps, " + ".join(f"{w:.3g} * {name}" for w, name in zip(weights, names, strict=True)),
             self.constant, 100 * self.noise,
         )  # fmt: skip
@@ -277,15 +276,15 @@ def _with_weights(like: LengthCost | FeatureCost, weights: Sequence[float]) -> L
 
 
 def robust_fit(terms: np.ndarray, y: np.ndarray, prior: np.ndarray, spread: float) -> tuple[np.ndarray, float]:
-    """Coefficients, none negative, of the columns of `terms`, and the deviation of a row (robust, in units of y).
+    """Non-negative coefficients of the columns of `terms`, and the robust standard deviation of a row, in units of y.
 
-    Iteratively reweighted least squares. `prior` is what they are before there are rows, known to `spread`.
+    Iteratively reweighted least squares. `prior`: coefficients before there are rows, known to `spread`.
     """
     coefficients, noise = prior, 1.0
     for _ in range(_MAX_ITERATIONS):
         residuals = y - terms @ coefficients
         deviation = 1.4826 * float(np.median(np.abs(residuals)))
-        noise = (  # few rows can all lie on the line
+        noise = (  # few rows may fit exactly
             (len(y) * deviation**2 + _PRIOR_NOISE_ROWS * _PRIOR_NOISE**2) / (len(y) + _PRIOR_NOISE_ROWS)
         ) ** 0.5
         weights = np.minimum(1.0, _HUBER_THRESHOLD * noise / np.maximum(np.abs(residuals), 1e-300))
@@ -299,7 +298,7 @@ def robust_fit(terms: np.ndarray, y: np.ndarray, prior: np.ndarray, spread: floa
 
 
 def _least_squares(gram: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Minimise x.gram.x / 2 - right.x over x >= 0, exactly: the best of all choices of coefficients that are not 0."""
+    """Minimize x.gram.x / 2 - right.x over x >= 0, exactly: the best over all subsets of nonzero coefficients."""
     if (best := np.linalg.solve(gram, right)).min() >= 0:
         return best
     best, best_value = np.zeros(len(right)), 0.0
@@ -314,6 +313,6 @@ def _least_squares(gram: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 @cache
 def _choices(n: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
-    """Of n coefficients, some: their places in a vector and in a matrix."""
+    """All nonempty subsets of n coefficients: their indices into a vector and into a matrix."""
     chosen = ([i for i in range(n) if choice >> i & 1] for choice in range(1, 1 << n))
     return [(np.array(index), np.ix_(index, index)) for index in chosen]

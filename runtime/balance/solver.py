@@ -1,8 +1,7 @@
-"""`balance(costs, ranks)`: which rank gets which sample, so that all ranks have the same work.
+"""`balance(costs, ranks)`: assign samples to ranks so that all ranks have the same amount of work.
 
-NumPy, and C for the swaps: no process group, no clock, no random numbers. Ranks that call it with the same arguments
-get the same answer. It moves nothing; it does not know what a batch is. The methods are in assignment.py, the swaps in
-swaps.py.
+NumPy only: no process group, clock or random numbers. Ranks with the same arguments get the same result. It moves no
+data and is independent of batches. The methods are in assignment.py, the swaps in swaps.py.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from freescale.runtime.balance.swaps import OperationBudget, improve
 log = logging.getLogger(__name__)
 
 METHODS = ("default", "none", "zigzag", "lpt", "kk", "variable")
-_SMALL = 10  # samples: so few that all assignments are tried,
-_MAX_TRIES = 50_000  # or this many of them
+_SMALL = 10  # max samples for exhaustive search,
+_MAX_TRIES = 50_000  # and its max number of tries
 
 
 def balance(
@@ -52,26 +51,26 @@ def balance(
     tolerance: float = 2e-4,
     budget: int | None = None,
 ) -> BalanceResult:
-    """Give every sample to a rank.
+    """Assign every sample to a rank.
 
-    costs        of each sample, in any unit; lengths will do where the work grows with the length
-    ranks        how many there are
-    counts       samples of each rank. None: as equal as can be
-    method       `default`: swaps from where the samples are, and the other starting points if that is not enough;
-                 `none`, `zigzag`, `lpt`, `kk`: plainly these; `variable`: counts differ, costs ** alpha is balanced
-    home         the rank that has each sample now. None: rank 0 has the first ones, and so on
-    sizes        bytes of each sample; the fewer of them move the better. None: 1 each
-    memory       bytes that each sample needs while it is trained on, and `memory_cap`, what a rank has for them
-    base, steps  ignored: they belong to the method `local`, which is deprecated and does what the default does
-    tolerance    assignments whose largest loads differ by less than this share are equal: the one that moves the fewest
-                 bytes is taken
-    budget       operations that the default may spend on improving. None: as many as take a few milliseconds
+    costs        per sample, in any unit; use lengths if work is proportional to length
+    ranks        number of ranks
+    counts       samples per rank. None: as even as possible
+    method       `default`: swaps from the current placement, and from other starting points if that is not enough;
+                 `none`, `zigzag`, `lpt`, `kk`: only that method; `variable`: counts may differ, balances costs ** alpha
+    home         current rank of each sample. None: contiguous blocks, rank 0 first
+    sizes        bytes per sample; moving fewer is better. None: 1 each
+    memory       bytes that each sample needs during training; requires `memory_cap`, the limit per rank
+    base, steps  ignored: they belong to the deprecated method `local`, which is now the same as the default
+    tolerance    assignments whose largest loads differ by less than this share are equal; the one that moves the fewest
+                 bytes wins
+    budget       number of operations for the default's swaps. None: as many as take a few milliseconds
     """
     if method == "local":
         _say_that_local_is_deprecated()
         method = "default"
     if method not in METHODS:
-        raise BalanceError(f"freescale: balance knows the methods {', '.join(METHODS)}; found {method!r}")
+        raise BalanceError(f"freescale: balance method must be one of {', '.join(METHODS)}; found {method!r}")
     costs = checked_numbers("costs", costs, None)
     problem = make_problem(costs, ranks, counts, home, sizes, memory, memory_cap)
     if method == "none":
@@ -88,12 +87,12 @@ def balance(
 
 @cache
 def _say_that_local_is_deprecated() -> None:
-    log.warning("the balance method 'local' is deprecated, and an error in the next release; used instead: 'default'")
+    log.warning("the balance method 'local' is deprecated, and will be an error in the next release; using 'default'")
 
 
 def _unmoved(problem: Problem, counts_given: bool) -> Partition:
     if counts_given and (np.bincount(problem.home, minlength=problem.ranks) != problem.counts).any():
-        raise BalanceError("freescale: the method 'none' moves nothing, but the counts asked for are not those at home")
+        raise BalanceError("freescale: the method 'none' moves nothing, but counts differ from the current ones")
     partition = Partition(problem, problem.home)
     if not partition.fits_memory():
         assert partition.memory is not None
@@ -102,7 +101,7 @@ def _unmoved(problem: Problem, counts_given: bool) -> Partition:
 
 
 def _plain(method: str, problem: Problem, tolerance: float, budget: int | None) -> Partition:
-    """What one method alone gives; swaps only where that breaks the memory cap."""
+    """Apply one method; swaps only if the result exceeds the memory cap."""
     partition = Partition(problem, _start(method, problem))
     if not partition.fits_memory():
         partition = fit_to_cap(partition)
@@ -111,14 +110,14 @@ def _plain(method: str, problem: Problem, tolerance: float, budget: int | None) 
 
 
 def _start(method: str, problem: Problem) -> np.ndarray:
-    """The rank of each sample by a method that knows nothing of memory or of bytes."""
+    """The rank of each sample by a method that ignores memory and bytes."""
     if method == "kk" and np.ptp(problem.counts) > 1:
-        raise BalanceError(f"freescale: the method 'kk' wants equal counts; found {short_text(problem.counts)}")
+        raise BalanceError(f"freescale: the method 'kk' requires equal counts; found {short_text(problem.counts)}")
     return {"zigzag": assignment.zigzag, "lpt": assignment.lpt, "kk": assignment.kk}[method](problem)
 
 
 def _default(problem: Problem, stop: StopCriteria) -> tuple[Partition, str]:
-    """From home by swaps; if that is not good enough, from the other starts too. The best, and the start it has."""
+    """Swaps from the current placement; if not good enough, also from other starts. Return the best and its start."""
     candidates = _candidates(problem, stop)
     if len(problem.costs) <= _SMALL:
         least = min(int(p.loads.max(initial=0)) for p, _ in candidates)
@@ -129,7 +128,7 @@ def _default(problem: Problem, stop: StopCriteria) -> tuple[Partition, str]:
         return candidates[0]
     largest = [int(p.loads.max(initial=0)) for p, _ in candidates]
     good_enough = min(largest) + stop.slack
-    if not _counts_differ_at_home(problem):  # never above what no balancing gives
+    if not _counts_differ_at_home(problem):  # never worse than without balancing
         unbalanced = int(Partition(problem, problem.home).loads.max(initial=0))
         good_enough = min(good_enough, max(min(largest), unbalanced))
     equal = [c for c, load in zip(candidates, largest, strict=True) if load <= good_enough]
@@ -137,7 +136,7 @@ def _default(problem: Problem, stop: StopCriteria) -> tuple[Partition, str]:
 
 
 def _candidates(problem: Problem, stop: StopCriteria) -> list[tuple[Partition, str]]:
-    """Partitions improved by swaps, each with the name of its start, up to the first that is good enough."""
+    """Partitions improved by swaps, each with its start's name, up to the first that is good enough."""
     candidates: list[tuple[Partition, str]] = []
     rank = assignment.stay_home(problem) if _counts_differ_at_home(problem) else problem.home
     oversized = bool(problem.costs.max(initial=0) * problem.ranks > problem.costs.sum())
@@ -156,7 +155,7 @@ def _candidates(problem: Problem, stop: StopCriteria) -> list[tuple[Partition, s
         stop.budget.left += half.left
         candidates.append((partition, start))
         if make_room and (partition := Partition(problem, rank)).fits_memory():
-            candidates.append((partition, "none"))  # making room may have cost more than it brought
+            candidates.append((partition, "none"))  # making room may have cost more than it gained
         if done:
             break
     return candidates

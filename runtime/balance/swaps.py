@@ -1,12 +1,10 @@
 """Improve a partition by swapping samples between heavy and light ranks.
 
-Costs are integers here, and nothing depends on a clock: every rank that starts from the same numbers ends with the same
-partition. Only the time that it takes varies from machine to machine. Where the first partition comes from is in
-assignment.py, what a user sees in solver.py.
+Costs are integers and nothing depends on a clock, so every rank with the same input gets the same partition. The first
+partition comes from assignment.py; solver.py is the user's interface.
 
-In one round the heaviest rank is paired with the lightest one, the second heaviest with the second lightest and so on,
-and every such pair swaps the two samples that bring it closest to where it should be. All pairs of a round are searched
-at once.
+A round pairs the heaviest rank with the lightest, the second heaviest with the second lightest and so on. Each pair
+swaps the two samples that bring it closest to its target. All pairs of a round are searched at once.
 """
 
 from __future__ import annotations
@@ -18,23 +16,23 @@ import numpy as np
 from freescale.runtime.balance.integer_problem import IntArray, Problem
 from freescale.runtime.balance.partition import EMPTY, Partition
 
-_CANDIDATES_PER_PAIR = 24  # samples of the heavy rank that a round tries, each with its best counterpart
-_CANDIDATES_PER_ROUND = 1024  # of all pairs together, if that is more
-_MAX_PARTNERS = 16  # light ranks that one heavy rank is paired with in a round
+_CANDIDATES_PER_PAIR = 24  # samples per heavy rank to try in a round, each with its best counterpart
+_CANDIDATES_PER_ROUND = 1024  # over all pairs, if that is more
+_MAX_PARTNERS = 16  # max light ranks per heavy rank in a round
 _BULK_SWAPS = 8  # swaps of one pair before the first round
-_NEIGHBOUR_OFFSETS = (0, -1, 1, -3, 3, -6, 6, -10, 10)  # counterparts tried under a memory cap, around the best one
+_NEIGHBOUR_OFFSETS = (0, -1, 1, -3, 3, -6, 6, -10, 10)  # under a memory cap: counterparts to try around the best one
 _STALE_ROUNDS = 8  # rounds without progress before giving up
-_NO_SWAP = 1 << 62  # the score of a swap that is not allowed
+_NO_SWAP = 1 << 62  # score of a disallowed swap
 
 
 class OperationBudget:
-    """Operations that may still be done. The same on every rank, as seconds would not be."""
+    """Remaining operations. Deterministic across ranks, unlike a time limit."""
 
     def __init__(self, operations: int) -> None:
         self.left = operations
 
     def spend(self, operations: int) -> bool:
-        """Take them if they are there."""
+        """Take `operations` from the budget; return False if it has fewer left."""
         if self.left < operations:
             return False
         self.left -= operations
@@ -42,9 +40,9 @@ class OperationBudget:
 
 
 def swap_extremes(partition: Partition, target: int) -> None:
-    """Let the heaviest ranks give their longest samples to the lightest for their shortest, several at once.
+    """Swap the longest samples of the heaviest ranks with the shortest of the lightest, several at once.
 
-    Never more than the one has above `target` or the other below it; swaps one by one would come to the same, slower.
+    Transfers no more than one has above `target` and the other below it. Equivalent to single swaps, but faster.
     """
     half, n_swaps = partition.problem.ranks // 2, min(_BULK_SWAPS, int(partition.counts.min()))
     if not half or n_swaps < 2 or partition.memory is not None:
@@ -57,15 +55,15 @@ def swap_extremes(partition: Partition, target: int) -> None:
         partition.keys[light, :n_swaps] >> partition.problem.index_bits
     )
     fits = (np.cumsum(gain, 1) <= transfer[:, None]) & (gain > 0)
-    pair, n = np.nonzero(fits & fits[:, 1:2])  # where one is enough, a round finds a better one
+    pair, n = np.nonzero(fits & fits[:, 1:2])  # if one is enough, a round finds a better one
     partition.swap(heavy[pair], longest[pair, n], light[pair], n)
 
 
 def improve(partition: Partition, target: int, slack: int, budget: OperationBudget) -> bool:
-    """Swap until no load is above `target + slack`: True, or until nothing helps or the budget is spent: False.
+    """Swap until no load is above `target + slack` (True), or until no swap helps or the budget is spent (False).
 
-    The largest load never grows. Where a pair can be brought to its place within `slack` in several ways, the one
-    that moves the fewest bytes is taken. A memory cap that holds is kept.
+    The largest load never grows. Among swaps that bring a pair to its target within `slack`, the one that moves the
+    fewest bytes wins. A memory cap that holds is kept.
     """
     round_, stale, largest = 0, 0, int(partition.loads.max(initial=0))
     width = partition.keys.shape[1]
@@ -88,20 +86,20 @@ def improve(partition: Partition, target: int, slack: int, budget: OperationBudg
 class _Pairing:
     """Which ranks swap in a round, one entry per pair.
 
-    A light rank is in one pair. A heavy one may be in several, each with a share of its samples: share 0, 1, ... of
+    A light rank is in one pair. A heavy rank may be in several, each with a share of its samples: share 0, 1, ... of
     `shares`.
     """
 
     heavy: IntArray
     light: IntArray
-    transfer: IntArray  # load that should go from heavy to light,
-    max_transfer: IntArray  # and the most that would do as well
+    transfer: IntArray  # load to move from heavy to light,
+    max_transfer: IntArray  # and the largest load that is as good
     share: IntArray
     shares: IntArray
 
 
 def _pair_heavy_with_light(partition: Partition, target: int, slack: int, stale: int) -> _Pairing:
-    """Give what the heavy ranks have above `target` to the ranks below it, much to where much is missing."""
+    """Distribute the load above `target` of heavy ranks over the ranks below it, in proportion to what they lack."""
     order = np.argsort(partition.loads, kind="stable")
     loads = partition.loads[order]
     first = int(np.searchsorted(loads, target + slack, side="right"))
@@ -113,7 +111,7 @@ def _pair_heavy_with_light(partition: Partition, target: int, slack: int, stale:
     near = max(int(np.searchsorted(middle, ends[-1])), 1)
     giver = np.minimum(np.searchsorted(ends, middle[:near], side="right"), len(heavy) - 1)  # for each light rank
     share = np.arange(near) - np.searchsorted(giver, giver)
-    keep = np.flatnonzero(share < np.minimum(_MAX_PARTNERS, partition.counts[heavy])[giver])  # none without a sample
+    keep = np.flatnonzero(share < np.minimum(_MAX_PARTNERS, partition.counts[heavy])[giver])  # at most one per sample
     light, below, giver, share = light[keep], below[keep], giver[keep], share[keep]
     shares = np.bincount(giver)[giver]
     wanted = np.bincount(giver, below.astype(np.float64))[giver]
@@ -122,7 +120,7 @@ def _pair_heavy_with_light(partition: Partition, target: int, slack: int, stale:
 
 
 def _pair_one_to_one(partition: Partition, target: int, heavy: IntArray, other: IntArray, stale: int) -> _Pairing:
-    """Every heavy rank with one that is not, another one each time that this is tried."""
+    """Pair every heavy rank with one that is not heavy; a different one for each value of `stale`."""
     light = np.roll(other, 1 - stale)[: len(heavy)]
     heavy = heavy[: len(light)]
     above, below = partition.loads[heavy] - target, target - partition.loads[light]
@@ -131,7 +129,7 @@ def _pair_one_to_one(partition: Partition, target: int, heavy: IntArray, other: 
 
 
 def _swap_pairs(partition: Partition, pairing: _Pairing, slack: int, round_: int) -> None:
-    """In every pair swap one sample of each side, where that helps."""
+    """Swap one sample of each side in every pair where that helps."""
     bits, width, n_pairs = partition.problem.index_bits, partition.keys.shape[1], len(pairing.heavy)
     transfer, only_partner = pairing.transfer[:, None], (pairing.shares == 1)[:, None]
     load_gap = (partition.loads[pairing.heavy] - partition.loads[pairing.light])[:, None]
@@ -140,7 +138,7 @@ def _swap_pairs(partition: Partition, pairing: _Pairing, slack: int, round_: int
     cost = mine >> bits
     partners = partition.keys[pairing.light]
     where = _closest(partners >> bits, cost - transfer, partition.counts[pairing.light])
-    if partition.memory is not None:  # the closest one may not be allowed: also others near it
+    if partition.memory is not None:  # the closest one may exceed the cap: also try its neighbors
         first = (np.arange(n_pairs) * width)[:, None]
         last = first + np.maximum(partition.counts[pairing.light] - 1, 0)[:, None]
         where = np.concatenate([np.clip(where + n, first, last) for n in _NEIGHBOUR_OFFSETS], 1)
@@ -166,7 +164,7 @@ def _swap_pairs(partition: Partition, pairing: _Pairing, slack: int, round_: int
 
 
 def _candidate_columns(partition: Partition, pairing: _Pairing, round_: int) -> IntArray:
-    """Samples of each share of a heavy rank, most of them long ones, not the same in every round."""
+    """Samples of each share of a heavy rank, mostly long ones, varied by round."""
     own = ((partition.counts[pairing.heavy] - pairing.share + pairing.shares - 1) // pairing.shares)[:, None]
     tries = min(max(_CANDIDATES_PER_PAIR, _CANDIDATES_PER_ROUND // len(own)), int(own.max()))
     place = (np.arange(tries) + (round_ * 0.6180339887498949) % 1.0) / tries
@@ -174,11 +172,11 @@ def _candidate_columns(partition: Partition, pairing: _Pairing, round_: int) -> 
 
 
 def _closest(rows: IntArray, wanted: IntArray, filled: IntArray) -> IntArray:
-    """Flat position, in each sorted row, of the element closest to each wanted value of that row."""
+    """For each sorted row, the flat position of the element closest to each wanted value."""
     n_pairs, width = rows.shape
     first = (np.arange(n_pairs) * width)[:, None]
     last = first + np.maximum(filled - 1, 0)[:, None]
-    lines = (np.arange(n_pairs) * (int(rows.max()) + 1))[:, None]  # makes one sorted array out of all rows
+    lines = (np.arange(n_pairs) * (int(rows.max()) + 1))[:, None]  # makes all rows one sorted array
     flat = (rows + lines).ravel()
     wanted = np.maximum(wanted, 0) + lines
     after = np.minimum(np.maximum(flat.searchsorted(wanted), first), last)
@@ -189,7 +187,7 @@ def _closest(rows: IntArray, wanted: IntArray, filled: IntArray) -> IntArray:
 def _keeps_cap(
     partition: Partition, pairing: _Pairing, mine: IntArray, theirs: IntArray, allowed: np.ndarray
 ) -> np.ndarray:
-    """Which swaps leave both ranks within the memory cap, whatever else the heavy rank swaps in this round."""
+    """Which swaps keep both ranks within the memory cap, regardless of the heavy rank's other swaps in this round."""
     problem, mask = partition.problem, (1 << partition.problem.index_bits) - 1
     assert problem.memory is not None and partition.memory is not None
     mine, theirs = np.where(allowed, mine & mask, 0), np.where(allowed, theirs & mask, 0)
@@ -200,7 +198,7 @@ def _keeps_cap(
 
 
 def _bytes_moved(problem: Problem, mine: IntArray, theirs: IntArray, heavy: IntArray, light: IntArray) -> IntArray:
-    """Bytes that a swap makes travel, less those that it brings home."""
+    """Bytes that a swap moves away from home, minus those that it moves home."""
     mask = (1 << problem.index_bits) - 1
     home, size = problem.home[mine & mask], problem.sizes[mine & mask]
     other_home, other_size = problem.home[theirs & mask], problem.sizes[theirs & mask]

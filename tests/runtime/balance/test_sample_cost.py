@@ -185,8 +185,8 @@ def broken(value):
         (broken(np.nan), {"s": [5, 6, 7]}, "cost function mine .* sample 1 .*'s' 6.* has nan, 1 of 3"),
         (broken(np.inf), {"s": [5, 6, 7]}, "sample 1 .* has inf"),
         (broken(-1.0), {"s": [5, 6, 7]}, "sample 1 .* has -1.0"),
-        (lambda s: s[:2], {"s": [5, 6, 7]}, r"one number for each of the 3 samples, found the shape \(2,\)"),
-        (lambda s: 1.0, {"s": [5, 6, 7]}, r"found the shape \(\)"),
+        (lambda s: s[:2], {"s": [5, 6, 7]}, r"one number for each of the 3 samples, found shape \(2,\)"),
+        (lambda s: 1.0, {"s": [5, 6, 7]}, r"found shape \(\)"),
         (lambda s: ["a", "b", "c"], {"s": [5, 6, 7]}, "must return numbers, found list"),
         (LengthCost(), {"s": [5, 6, 7], "c": [1]}, "equally many samples; found 's' 3, 'c' 1"),
         (LengthCost(), {"s": [5, -6]}, "feature 's' must be finite and not negative; sample 1 has -6"),
@@ -241,7 +241,7 @@ def test_a_fit_to_features_of_a_sample():
     twin = FittedCost((5.0, 6.0), features=halves)
     twin.load_state_dict(json.loads(json.dumps(fit.state_dict())))
     assert twin.stats() == fit.stats()
-    with pytest.raises(BalanceError, match="the fit of 2 features cannot go on with 3"):
+    with pytest.raises(BalanceError, match="cannot load a fit of 2 features into one of 3"):
         FittedCost((1, 2, 3), features=halves).load_state_dict(fit.state_dict())
 
 
@@ -280,11 +280,11 @@ def halves_of_the_old(length):
 @pytest.mark.parametrize(
     "prior, features, sentence",
     (
-        (None, halves, "as `prior` one weight for each, 1 to 8 finite numbers .* found None"),
+        (None, halves, "as `prior` one weight per feature: 1 to 8 finite .* found None"),
         (LengthCost(), halves, "found LengthCost"),
-        ((1.0, 2.0), None, "wants the function `features`"),
-        ((1.0, -2.0), halves, "not negative; found"),
-        ((1.0,) * 9, halves, "1 to 8 finite numbers"),
+        ((1.0, 2.0), None, "requires the function `features`"),
+        ((1.0, -2.0), halves, "non-negative numbers; found"),
+        ((1.0,) * 9, halves, "1 to 8 finite, non-negative numbers"),
     ),
 )
 def test_a_wrong_prior_of_features(prior, features, sentence):
@@ -293,7 +293,7 @@ def test_a_wrong_prior_of_features(prior, features, sentence):
 
 
 def test_wrong_features():
-    with pytest.raises(BalanceError, match=r"features of 3 samples must have the shape \(3, 3\).* found \(2, 3\)"):
+    with pytest.raises(BalanceError, match=r"features of 3 samples must have shape \(3, 3\).* found \(2, 3\)"):
         FittedCost((1, 1, 1), features=halves)(SEQUENCE)
     with pytest.raises(BalanceError, match="feature 0 of sample 1 is -1"):
         FittedCost((1.0,), features=lambda x: np.array([[1.0, -1.0, 0.0]]))(SEQUENCE)

@@ -332,7 +332,7 @@ def test_local_is_deprecated_and_does_what_the_default_does(caplog):
         local, default = balance(costs, 3, method="local", **more), balance(costs, 3)
         assert (local.rank == default.rank).all() and local.method == default.method and not local.step.any()
     (warning,) = caplog.messages
-    assert warning == "the balance method 'local' is deprecated, and an error in the next release; used instead: 'default'"
+    assert warning == "the balance method 'local' is deprecated, and will be an error in the next release; using 'default'"
 
 
 def test_scale_of_costs_does_not_matter():
@@ -385,12 +385,12 @@ def test_same_result_in_another_process():
         (dict(costs=[1.0, -2.0], ranks=2), "sample 1 has -2.0"),
         (dict(costs=[[1.0]], ranks=2), "costs must have 1 dimension, found 2"),
         (dict(costs=["a"], ranks=2), "costs must be numbers"),
-        (dict(costs=[1.0], ranks=0), "whole number of ranks, at least 1; found 0"),
-        (dict(costs=[1.0], ranks=1.5), "whole number of ranks"),
+        (dict(costs=[1.0], ranks=0), "integer number of ranks, at least 1; found 0"),
+        (dict(costs=[1.0], ranks=1.5), "integer number of ranks"),
         (dict(costs=[1.0, 2.0], ranks=2, counts=[1, 2]), r"counts \[1, 2\] add up to 3, but there are 2 samples"),
         (dict(costs=[1.0, 2.0], ranks=2, counts=[3, -1]), "counts must be at least 0; found -1"),
         (dict(costs=[1.0, 2.0], ranks=2, counts=[2]), "counts must have 2 numbers"),
-        (dict(costs=[1.0, 2.0], ranks=2, counts=[1.0, 1.0]), "counts must be whole numbers, found float64"),
+        (dict(costs=[1.0, 2.0], ranks=2, counts=[1.0, 1.0]), "counts must be integers, found float64"),
         (dict(costs=[1.0, 2.0], ranks=2, home=[0, 2]), "home must be between 0 and 1; found 2"),
         (dict(costs=[1.0, 2.0], ranks=2, home=[0]), "home must have 2 numbers"),
         (dict(costs=[1.0, 2.0], ranks=2, sizes=[1.0]), "sizes must have one number for each of the 2 samples, found 1"),
@@ -400,11 +400,11 @@ def test_same_result_in_another_process():
         (dict(costs=[1.0, 2.0], ranks=2, memory=[1, 9], memory_cap=8), "no assignment keeps 2 ranks .* cap of 8 bytes.*largest 9"),
         (dict(costs=[1.0, 2.0], ranks=2, memory=[1, 9], memory_cap=8, method="none"), "'none' leaves 9 bytes .* cap of 8"),
         (dict(costs=[1.0, 2.0], ranks=2, method="best"), "default, none, zigzag, lpt, kk, variable; found 'best'"),
-        (dict(costs=[1.0, 2.0, 3.0], ranks=2, counts=[3, 0], method="kk"), r"'kk' wants equal counts; found \[3, 0\]"),
+        (dict(costs=[1.0, 2.0, 3.0], ranks=2, counts=[3, 0], method="kk"), r"'kk' requires equal counts; found \[3, 0\]"),
         (dict(costs=[1.0, 2.0], ranks=2, home=[0, 0], counts=[1, 1], method="none"), "'none' moves nothing"),
         (dict(costs=[1.0, 2.0], ranks=2, method="variable", alpha=np.nan), "alpha must be a finite number"),
-        (dict(costs=[1.0, 2.0], ranks=2, tolerance=-1.0), "tolerance is a share"),
-        (dict(costs=[1.0, 2.0], ranks=2, budget=-1), "budget is a number of operations"),
+        (dict(costs=[1.0, 2.0], ranks=2, tolerance=-1.0), "tolerance must be a share"),
+        (dict(costs=[1.0, 2.0], ranks=2, budget=-1), "budget must be a number of operations"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(arguments, words):

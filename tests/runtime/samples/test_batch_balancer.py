@@ -296,7 +296,7 @@ BAD = {  # what the rank says that has the bad input, what the other one says, b
     "object": ("feature 'words' is a set", None, 0),
     "schema": ("rank 0 has 'dense(dense): float64[3]', rank 1 has 'dense(dense): float64[5]'", None, 1),
     "id": ("is outside table 'user'", None, 1),
-    "nan": ("the cost function my_cost must return finite numbers that are not negative; sample 0 (lengths: 'item'", "rank 0 failed while it loaded batch 0", 0),
+    "nan": ("the cost function my_cost must return finite, non-negative numbers; sample 0 (lengths: 'item'", "rank 0 failed while it loaded batch 0", 0),
     "inf": ("has inf, 4 of 4 are wrong", "has inf, 4 of 4 are wrong", 0),
     "negative": ("has -1.0, 4 of 4 are wrong", "has -1.0, 4 of 4 are wrong", 0),
     "short": ("must return one number for each of the 4 samples", None, 0),

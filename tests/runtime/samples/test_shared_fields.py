@@ -70,7 +70,7 @@ def test_it_is_said_once(caplog):
             for step in range(4):
                 decide(fields, step, [{**ids(r, step), "label": torch.arange(6) + r, "w": torch.arange(6)} for r in range(2)])
     said = [r.getMessage() for r in caplog.records]
-    assert ["fields 'label'; BalanceOptions(shared" in said[0], "fields 'w'; BalanceOptions(per_sample" in said[1]] == [True] * 2
+    assert ["'label'; override with BalanceOptions(shared" in said[0], "'w'; override with BalanceOptions(per_sample" in said[1]] == [True] * 2
     assert len(said) == 2
 
 
