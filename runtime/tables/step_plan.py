@@ -76,7 +76,7 @@ class OwnerUpdate(NamedTuple):
 
 
 class UrgentGradients(NamedTuple):
-    keys: torch.Tensor  # unique on the requester
+    keys: torch.Tensor | None  # unique on the requester; None: all of them
     rows: torch.Tensor  # these three as in OwnerUpdate
     order: torch.Tensor
     ends: torch.Tensor
@@ -213,7 +213,7 @@ ARRAYS_OF_ALL_GRADIENTS = 4  # the first of batch_plan.GRADIENT_ARRAYS
 def plan_all_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: ExchangeCounts) -> None:
     """The backward half of a self-contained plan: no gradients are late."""
     keys, rows, order, ends = arrays
-    p.urgent_gradients = UrgentGradients(keys, rows, order, ends, counts.urgent_recv, counts.urgent_send)
+    p.urgent_gradients = UrgentGradients(None, rows, order, ends, counts.urgent_recv, counts.urgent_send)
     p.last = p.whole = True
     row_bytes = p.arrived.shape[1] * p.arrived.element_size()
     p.stats["bytes_back_urgent"], p.stats["bytes_late"] = keys.shape[0] * row_bytes, 0

@@ -16,7 +16,7 @@ from freescale.compat import dynamo
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
 from freescale.kernels.planning.owners import Shard, first_row_of_each_table, owner_map
-from freescale.runtime.tables.step_plan import StepPlan
+from freescale.runtime.tables.step_plan import StepPlan, UrgentGradients, UrgentRows
 from freescale.runtime.tables.uncompiled_call import warn_of_uncompiled_call
 
 _ops = torch.ops.freescale
@@ -118,13 +118,15 @@ class Exchange:
         elif self.outside_step:
             _call_before_lookup(self)  # outside torch.compile, a hook of the table's module calls it
         if self.freescale_plan is None:
-            plan = _ops.plan_now(
+            inverse, order, ends, recv, rows, send, own_rows, own_order, own_ends = _ops.plan_now(
                 ids, self.row_offsets, self.table_sizes, self.bounds, self.shifts, self.starts,
                 self.name, self.group_name, *(() if of_kjt.fault is None else (of_kjt.fault,))
             )  # fmt: skip
-            return RowsOfOneStep.apply(
-                self.anchor, None, *plan, bag_ends, weights, divide_by, self.name, self.group_name
-            )
+            return ExchangedRows.apply(
+                self.anchor, None, self.anchor.detach(), None, Positions(inverse, order, ends, bag_ends, weights),
+                UrgentRows(rows, send, recv), UrgentGradients(None, own_rows, own_order, own_ends, recv, send), None,
+                divide_by, self.name, self.group_name
+            )  # fmt: skip
         return self._look_up_planned(self.freescale_plan, ids, divide_by, bag_ends, weights, of_kjt)
 
     def _look_up_planned(
@@ -134,19 +136,15 @@ class Exchange:
         if p.used:
             _refuse_second_lookup(self.name)
         p.used = True
-        assert p.urgent_gradients is not None
         of_lengths = () if of_kjt.lengths is None and of_kjt.fault is None else of_kjt
         token = _ops.expect_ids(self.anchor.detach(), ids, p.ids, p.step, self.name, *of_lengths)
-        if p.whole:
-            urgent, own = p.urgent, p.urgent_gradients
-            return RowsOfOneStep.apply(
-                self.anchor, token, p.inverse, p.order, p.ends, urgent.recv_counts, urgent.rows, urgent.send_counts,
-                own.rows, own.order, own.ends, bag_ends, weights, divide_by, self.name, self.group_name
-            )  # fmt: skip
-        embedded = PlannedRows.apply(
-            self.anchor, p.late_slot, token, _wait(p.arrived), p.inverse, p.order, p.ends, *p.urgent,
-            *p.urgent_gradients, p.late_index, bag_ends, weights, divide_by, self.name, self.group_name
+        embedded = ExchangedRows.apply(
+            self.anchor, p.late_slot, token, None if p.whole else _wait(p.arrived),
+            Positions(p.inverse, p.order, p.ends, bag_ends, weights), p.urgent, p.urgent_gradients, p.late_index,
+            divide_by, self.name, self.group_name
         )  # fmt: skip
+        if p.whole:
+            return embedded
         # The previous step's gradients that this batch does not need, then rows for the next batch. Neither touches the
         # rows above, so both can be scheduled freely.
         late, following = p.before, p.next
@@ -184,89 +182,65 @@ def _refuse_second_lookup(name: str) -> None:
     )
 
 
-class RowsOfOneStep(torch.autograd.Function):
-    """An exchange independent of the previous and next steps: all rows now, all gradients now."""
+class Positions(NamedTuple):
+    """Where unique rows go: to the positions of their ids, or summed into bags."""
+
+    inverse: Any  # position -> unique row; None in the backward pass
+    order: torch.Tensor  # the positions of each unique row,
+    ends: torch.Tensor  # up to here
+    bag_ends: torch.Tensor | None
+    weights: torch.Tensor | None
+
+
+class ExchangedRows(torch.autograd.Function):
+    """The blocking part of an exchange. `early`: rows that arrived during the previous step. Late gradients become the
+    gradient of `late_slot`. These and `late_index` are None if all rows and gradients are urgent."""
 
     @staticmethod
-    def forward(ctx: Any, anchor, token, inverse, order, ends, recv_counts, rows, send_counts, *rest):  # type: ignore
-        own_rows, own_order, own_ends, bag_ends, weights, ctx.divide_by, ctx.table, ctx.group_name = rest
-        token = anchor.detach() if token is None else token
-        ctx.save_for_backward(
-            token, order, ends, recv_counts, send_counts, own_rows, own_order, own_ends, bag_ends, weights
-        )
-        unique = _ops.exchange_forward(
-            token, rows, send_counts, recv_counts, ends.shape[0], URGENT, ctx.table, ctx.group_name
-        )
-        return _positions_or_bags(unique, inverse, bag_ends, weights)
-
-    @staticmethod
-    def backward(ctx: Any, grad):  # type: ignore[override]
-        token, order, ends, recv_counts, send_counts, *own, bag_ends, weights = ctx.saved_tensors
-        own_rows, own_order, own_ends = own
-        unique = _unique_gradients(grad, order, ends, bag_ends, weights, ctx.divide_by)
-        done = _ops.exchange_backward(
-            token, unique, own_rows, own_order, own_ends,
-            recv_counts, send_counts, own_order.shape[0], URGENT, ctx.table, ctx.group_name
-        )  # fmt: skip
-        return done, *(None,) * 15
-
-
-class PlannedRows(torch.autograd.Function):
-    """The blocking part of a planned exchange. Late gradients are returned as the gradient of `late_slot`."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor, late_slot, token, early, inverse, order, ends, *rest):  # type: ignore[override]
-        urgent_rows, urgent_send, urgent_recv = rest[:3]
-        back_index, own_rows, own_order, own_ends, back_send, back_recv, late_index = rest[3:10]
-        bag_ends, weights, ctx.divide_by, ctx.table, ctx.group_name = rest[10:]
-        ctx.save_for_backward(
-            token, order, ends, back_index, own_rows, own_order, own_ends, back_send, back_recv, late_index,
-            bag_ends, weights
-        )  # fmt: skip
-        n_urgent = ends.shape[0] - early.shape[0]
-        torch._check(n_urgent >= 0)
-        urgent = _ops.exchange_forward(
-            token, urgent_rows, urgent_send, urgent_recv, n_urgent, URGENT, ctx.table, ctx.group_name
-        )
-        return _positions_or_bags(torch.cat([early, urgent]), inverse, bag_ends, weights)
+    def forward(  # type: ignore[override]
+        ctx: Any, anchor, late_slot, token, early, positions, urgent, own, late_index, divide_by, table, group_name
+    ):
+        ctx.save_for_backward(token, *positions[1:], *own, late_index)
+        ctx.divide_by, ctx.table, ctx.group_name = divide_by, table, group_name
+        n_urgent = positions.ends.shape[0]
+        if early is not None:
+            n_urgent -= early.shape[0]
+            torch._check(n_urgent >= 0)
+        rows = _ops.exchange_forward(token, *urgent, n_urgent, URGENT, table, group_name)
+        return _positions_or_bags(rows if early is None else torch.cat([early, rows]), positions)
 
     @staticmethod
     def backward(ctx: Any, grad):  # type: ignore[override]
-        token, order, ends, back_index, *own, send, recv, late_index, bag_ends, weights = ctx.saved_tensors
-        own_rows, own_order, own_ends = own
-        unique = _unique_gradients(grad, order, ends, bag_ends, weights, ctx.divide_by)
+        token, order, ends, bag_ends, weights, *own, late_index = ctx.saved_tensors
+        unique = _unique_gradients(grad, Positions(None, order, ends, bag_ends, weights), ctx.divide_by)
+        keys, *update, send_counts, recv_counts = own
         done = _ops.exchange_backward(
-            token, unique.index_select(0, back_index), own_rows, own_order, own_ends,
-            send, recv, own_order.shape[0], URGENT, ctx.table, ctx.group_name
+            token, unique if keys is None else unique.index_select(0, keys), *update,
+            send_counts, recv_counts, update[1].shape[0], URGENT, ctx.table, ctx.group_name
         )  # fmt: skip
-        return done, unique.index_select(0, late_index), *(None,) * 20
+        return done, None if late_index is None else unique.index_select(0, late_index), *(None,) * 9
 
 
-def _positions_or_bags(
-    unique: torch.Tensor, inverse: torch.Tensor, bag_ends: torch.Tensor | None, weights: torch.Tensor | None
-) -> torch.Tensor:
+def _positions_or_bags(unique: torch.Tensor, p: Positions) -> torch.Tensor:
     """Unique rows gathered to the positions of their ids, or summed by bag without materializing a row per position."""
-    if bag_ends is None:
-        return unique.index_select(0, inverse)
-    if weights is None:
-        return _ops.sum_rows(unique, inverse, bag_ends)
-    weighted = unique.index_select(0, inverse) * weights[:, None]
-    return _ops.sum_rows(weighted, torch.arange(inverse.shape[0], device=inverse.device), bag_ends)
+    if p.bag_ends is None:
+        return unique.index_select(0, p.inverse)
+    if p.weights is None:
+        return _ops.sum_rows(unique, p.inverse, p.bag_ends)
+    weighted = unique.index_select(0, p.inverse) * p.weights[:, None]
+    return _ops.sum_rows(weighted, torch.arange(p.inverse.shape[0], device=p.inverse.device), p.bag_ends)
 
 
-def _unique_gradients(
-    grad: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, bag_ends: torch.Tensor | None,
-    weights: torch.Tensor | None, divide_by: int,
-) -> torch.Tensor:  # fmt: skip
-    """Backward of _positions_or_bags. `order`: the positions of each unique row."""
-    grad = grad.contiguous()
-    if bag_ends is not None and weights is None:
-        order = torch.searchsorted(bag_ends, order, right=True)  # positions to bags
-    elif bag_ends is not None:
-        assert weights is not None
+def _unique_gradients(grad: torch.Tensor, p: Positions, divide_by: int) -> torch.Tensor:
+    """Backward of _positions_or_bags."""
+    grad, order = grad.contiguous(), p.order
+    if p.bag_ends is not None and p.weights is None:
+        order = torch.searchsorted(p.bag_ends, order, right=True)  # positions to bags
+    elif p.bag_ends is not None:
+        assert p.weights is not None
         positions = torch.arange(order.shape[0], device=order.device)
-        grad = grad.index_select(0, torch.searchsorted(bag_ends, positions, right=True)) * weights[:, None]
-    unique = _ops.sum_rows(grad, order, ends)
+        grad = grad.index_select(0, torch.searchsorted(p.bag_ends, positions, right=True)) * p.weights[:, None]
+    unique = _ops.sum_rows(grad, order, p.ends)
     return unique / divide_by if divide_by != 1 else unique
 
 
