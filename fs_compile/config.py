@@ -77,54 +77,54 @@ class Compression:
 class Config:
     passes: str = _flag(
         "all",
-        "Passes to run: `all`, `none`, a list `a,b`, or all but some: `-a,-b`; `all` leaves out "
-        "`compress_exchange`, which `all,compress_exchange` adds",
+        "Passes to run: `all`, `none`, a list `a,b`, or all except some: `-a,-b`; `all` omits `compress_exchange`, "
+        "which `all,compress_exchange` adds",
     )
     codegen: str = _flag(
         "inductor",
-        "`eager` runs the same passes on the same graphs and interprets the result without code generation",
+        "`eager` runs the same passes on the same graphs, and interprets the result without code generation",
         ("inductor", "eager"),
     )
-    strict: bool = _flag(False, "What would be a warning (a pass or a table left out) is an error")
-    dynamic: bool = _flag(True, "Batch sizes are symbolic from the first step on; a size of 1 has graphs of its own")
+    strict: bool = _flag(False, "Warnings, such as a skipped pass or table, are errors")
+    dynamic: bool = _flag(True, "Batch sizes are symbolic from the first step; a size of 1 gets its own graphs")
     timeout: float = _flag(
-        120.0, "Seconds that a rank waits for the others to agree before it gives up; for one that is compiling, longer"
+        120.0, "Seconds that a rank waits for the others to agree; longer while another rank compiles"
     )
 
     dense: str = _flag(
         "off",
-        "`allreduce`: the backward graph itself averages the gradients of dense parameters over the ranks, in place "
-        "of DistributedDataParallel ([dense gradients](dense.md))",
+        "`allreduce`: the backward graph averages dense gradients over the ranks, instead of "
+        "DistributedDataParallel ([dense gradients](dense.md))",
         DENSE_CHOICES,
     )
-    bucket_mb: float = _flag(25.0, "Dense gradients are averaged in buckets of at most so many MiB")
-    link_gbps: float = _flag(0.0, "Speed of the link in Gbit/s; 0: measured once per group at start-up")
+    bucket_mb: float = _flag(25.0, "Maximum size of a bucket of dense gradients in MiB")
+    link_gbps: float = _flag(0.0, "Link speed in Gbit/s; 0: measured once per group at start-up")
     transport: str = _flag(
         "auto",
-        "What carries a launch; `auto`: `c10d` on the CPU; on GPUs the fastest that every rank of the group can use, "
-        "or one without SMs that is nearly as fast",
+        "Transport of a launch; `auto`: `c10d` on the CPU; on GPUs the fastest that every rank of the group can use, "
+        "or one that uses no SMs and is nearly as fast",
         ("auto", "c10d", "staged", "nixl"),
     )
     ring_mb: float = _flag(
-        256.0, "Host memory in MiB that `staged` or `nixl` pins on each rank, once; a longer message waits"
+        256.0, "Host memory in MiB that `staged` or `nixl` pins once on each rank; longer messages wait"
     )
-    min_bytes: float = _flag(64.0, "A plain all-to-all whose rows have fewer bytes is not split by consumer")
+    min_bytes: float = _flag(64.0, "Minimum row size in bytes for splitting a plain all-to-all by consumer")
     compress: str = _flag(
         "",
-        "For the pass `compress_exchange`: the share of bytes that travels, `rows:0.05`, `dense:0.01` or both, and "
-        "`which=all` for urgent rows and gradients too; empty: nothing is left out ([compression](compress.md))",
+        "For the pass `compress_exchange`: share of bytes to send, `rows:0.05`, `dense:0.01` or both, and `which=all` "
+        "to include urgent rows and gradients; empty: send everything ([compression](compress.md))",
     )
     wire: str = _flag(
         "fp32",
-        "For the pass `compress_exchange`: the type in which rows and their gradients travel, rounded to nearest; "
-        "gradients in `fp8` are rounded up or down so that their mean is right",
+        "For the pass `compress_exchange`: type in which rows and their gradients are sent, rounded to nearest; "
+        "gradients in `fp8` use stochastic rounding",
         ("fp32", "fp16", "bf16", "fp8"),
     )
     progress: bool = _flag(
-        True, "Rank 0 reports on standard error which graph is being compiled, and how long it took"
+        True, "Rank 0 reports on standard error which graph is compiling, and how long it took"
     )
     record: str = _flag(
-        "", "Folder for a record of what happened, one file per rank, for `python -m freescale report`; empty: none"
+        "", "Folder for a record of the run, one file per rank, for `python -m freescale report`; empty: none"
     )
 
     def __post_init__(self) -> None:
