@@ -1,20 +1,20 @@
-"""What travels in place of rows, where a graph was told to compress them. These definitions decide what is correct.
+"""Row compression for exchanges. These definitions decide what is correct.
 
-A *packing* is a text in the graph:
+A *packing* is a string in the graph:
 
-    largest:NUM/DEN:ROWS   of n rows to a peer, the largest values: n * NUM // DEN *entries* of 6 bytes, a float32 and
-                           where it belongs; the others arrive as zeros
+    largest:NUM/DEN:ROWS   of n rows to a peer, the n * NUM // DEN values of largest magnitude. Each is an *entry* of
+                           6 bytes: a float32 and its position. The other values arrive as zeros
     fp16, bf16             every value, rounded to nearest
-    fp8                    every value as e4m3, with a float32 scale for each row; rounded to nearest
-    fp8:stochastic         the same, rounded up or down so that the mean is right (rounding.py)
+    fp8                    every value as e4m3, with one float32 scale per row; rounded to nearest
+    fp8:stochastic         the same, with stochastic rounding (rounding.py)
 
-Both sides know all sizes from the counts that the plan has, so nothing else needs to be sent, asked or waited for. What
-goes to a peer is its *slab*. A rank's slab for itself does not travel: nobody packs it.
+Both sides know all sizes from the plan's counts, so nothing else is exchanged. The data for one peer is its *slab*. A
+rank's slab for itself is not sent and not packed.
 
-`largest` cuts a slab into blocks of ROWS rows; the last may be shorter. The block from row a to row b of the slab has
-b * NUM // DEN - a * NUM // DEN entries. They hold its values of largest magnitude (of equal ones, those that come
-first; infinities and NaN count as the largest, so a failure stays visible), in the order of their places. An entry is
-three int16: the value's two halves, and its place in the block as an unsigned number.
+`largest` cuts a slab into blocks of ROWS rows; the last block may be shorter. The block from row a to row b of the slab
+has b * NUM // DEN - a * NUM // DEN entries: its values of largest magnitude, in the order of their positions. Ties go
+to the first position. Infinities and NaN count as the largest, so a failure stays visible. An entry is three int16: the
+two halves of the value, and its position in the block as an unsigned number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from freescale.kernels import rounding
 
 ENTRY_BYTES = 6
-MAX_BLOCK = 65536  # values: places are 16-bit numbers
+MAX_BLOCK = 65536  # values per block: positions are 16 bits
 _PLACES = MAX_BLOCK - 1
 NARROW_TYPES = ("fp16", "bf16", "fp8")
 
@@ -54,31 +54,31 @@ def parse(text: str) -> Packing:
         return Packing(kind, num, den, int(rest[1]))
     if kind in NARROW_TYPES and (not rest or text == "fp8:stochastic"):
         return Packing(kind, stochastic=bool(rest))
-    raise ValueError(f"freescale: there is no packing {text!r}")
+    raise ValueError(f"freescale: unknown packing {text!r}")
 
 
 def row_bytes(packing: Packing, dim: int) -> int:
-    """Of a packed row; of `largest`, of an entry."""
+    """Bytes of a packed row; of one entry for `largest`."""
     if packing.kind == "largest":
         return ENTRY_BYTES
     return rounding.fp8_row_bytes(dim) if packing.kind == "fp8" else 2 * dim
 
 
 def packed_counts(counts: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """How many packed rows stand for so many rows to or from each peer."""
+    """Packed rows per peer, from rows per peer."""
     return counts * packing.num // packing.den if packing.kind == "largest" else counts
 
 
 @dataclass(frozen=True)
 class Slabs:
-    """Where the rows to or from each peer are. Both are int64 tensors on the CPU."""
+    """The rows to or from each peer, as int64 CPU tensors."""
 
     first_row: torch.Tensor
     rows: torch.Tensor
 
     @classmethod
     def of(cls, counts: torch.Tensor, own: int | None = None) -> Slabs:
-        """One behind another; of slab `own`, no rows."""
+        """Consecutive slabs. The slab of rank `own` is empty."""
         first_row = counts.cumsum(0) - counts
         if own is not None:
             counts = counts.clone()
@@ -91,7 +91,7 @@ class Slabs:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Of all slabs, in order; each an int64 tensor."""
+    """The blocks of all slabs, in order, as int64 tensors."""
 
     first_row: torch.Tensor
     rows: torch.Tensor
@@ -109,7 +109,7 @@ def blocks_of(slabs: Slabs, packing: Packing) -> Blocks:
 
 
 def compress(x: torch.Tensor, slabs: Slabs, packing: Packing) -> torch.Tensor:
-    """uint8 [entries, 6]."""
+    """Return the entries as uint8 [entries, 6]."""
     blocks, dim = blocks_of(slabs, packing), x.shape[1]
     total, most = int(blocks.entries.sum()), int(blocks.entries.max()) if blocks.entries.numel() else 0
     if total == 0:
@@ -119,7 +119,7 @@ def compress(x: torch.Tensor, slabs: Slabs, packing: Packing) -> torch.Tensor:
                              ((blocks.first_row, dim), (blocks.rows, dim), (blocks.entries, 1)))  # fmt: skip
     inside = place < sizes
     bits = flat.view(torch.int32)[torch.where(inside, first + place, 0)] & 0x7FFFFFFF
-    # One number for magnitude and place, so that no two are equal.
+    # Magnitude and position in one number, so all keys are distinct.
     key = torch.where(inside, (bits.long() << 16) | (_PLACES - place), -1)
     chosen = _PLACES - (key.topk(most, dim=1).values & _PLACES)
     kept = torch.arange(most, device=x.device) < entries
@@ -134,14 +134,14 @@ def _as_int16(place: torch.Tensor) -> torch.Tensor:
 
 
 def entries_of(packed: torch.Tensor, slabs: Slabs, packing: Packing, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the entries belong among the values of all slabs, and their values."""
+    """Return the entries' positions among the values of all slabs, and their values."""
     blocks, halves = blocks_of(slabs, packing), packed.view(torch.int16)
     first = torch.repeat_interleave(blocks.first_row * dim, blocks.entries).to(packed.device)
     return first + (halves[:, 2].long() & 0xFFFF), halves[:, :2].reshape(-1).view(torch.float32)
 
 
 def expand(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Packing) -> None:
-    """The rows of compress(), with zeros for what did not travel."""
+    """Write the rows that compress() read, with zeros for the values that were not sent."""
     fill_with_zeros(out, slabs)
     places, values = entries_of(packed, slabs, packing, out.shape[1])
     out.view(-1)[places] = values

@@ -1,11 +1,11 @@
-"""The largest values of each block of rows, found, packed and put back, in Triton. Definition: compression.py.
+"""Select, pack and restore the largest values of each block of rows, in Triton. Definition: compression.py.
 
-One program has a block in registers. The magnitudes are compared as the bits of their absolute values, which are in the
-same order. No sorting: limits are tried until one leaves just as many as are kept. The first is guessed from the mean
-magnitude, the next ones between those that left too many and too few; five or six are enough for most blocks, and
-bisection in between bounds it for all others. Which values are kept does not depend on the guesses. Of those that are
-equal to the last one that is kept, the first are kept. Everything is read once and written once. Nothing waits for
-the device: where the slabs are is known on the host.
+One program holds a block in registers. Magnitudes are compared as the bits of absolute values, which sort the same way.
+There is no sort: the kernel searches for the threshold that leaves the required number of values. The first guess comes
+from the mean magnitude, the next ones interpolate between a threshold that is too low and one that is too high. Most
+blocks need five or six guesses; bisection bounds the rest. The selection does not depend on the guesses: of the values
+equal to the threshold, the first ones are kept. Each value is read once and written once. Nothing waits for the device,
+since the host knows where the slabs are.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from freescale.kernels.compression import ENTRY_BYTES, Packing, Slabs
 
 @triton.jit
 def _place(slabs, n_slabs, NUM: tl.constexpr, DEN: tl.constexpr, HEIGHT: tl.constexpr, SLABS: tl.constexpr):
-    """First row, rows, first entry and entries of this program's block. `slabs`: the first block, first row, rows and
-    first entry of each slab."""
+    """First row, rows, first entry and entries of this program's block. `slabs`: first block, first row, rows and first
+    entry of each slab."""
     block = tl.program_id(0).to(tl.int64)
     slab = tl.arange(0, SLABS)
     first_blocks = tl.load(slabs + slab, mask=slab < n_slabs, other=0x7FFFFFFFFFFFFFFF)
@@ -39,20 +39,20 @@ def _place(slabs, n_slabs, NUM: tl.constexpr, DEN: tl.constexpr, HEIGHT: tl.cons
 
 @triton.jit
 def _limit(size, total, values, entries, LOG_SHARE: tl.constexpr):
-    """A limit of `size`, and how many are not below it: `entries`, or more where the last ones are equal to the limit.
+    """The threshold on `size`, and how many values reach it: `entries`, or more if there are ties at the threshold.
 
-    `total`: of the magnitudes. `LOG_SHARE`: of the share of values that is kept.
+    `total`: sum of the magnitudes. `LOG_SHARE`: log of the share of values to keep.
     """
-    # Not below `low` are as many or more, not below `high` too few: so many as large as that would be more than the
-    # total, even where that is rounded.
+    # Invariant: at least `entries` values reach `low`, fewer reach `high`. `entries` values of size `high` would sum to
+    # more than `total`, even with rounding.
     low, left, left_high = 0, values, 0
     high = tl.minimum((total * (1.01 / entries)).to(tl.int32, bitcast=True), 0x7F800000) + 2
-    if total != total:  # NaN; of those that a GPU makes, all bits are set
+    if total != total:  # NaN; those computed by a GPU have all bits set
         high = 0x7FFFFFFF
         left_high = tl.sum((size == high).to(tl.int32), 0)
         if left_high >= entries:
             low, left = high, left_high
-    # Of Laplace's distribution, a share p is larger than -log(p) times the mean; of a normal one, not quite.
+    # In a Laplace distribution, a share p exceeds -log(p) times the mean; slightly less in a normal one.
     guess, turn = (total * (-0.95 * LOG_SHARE / values)).to(tl.int32, bitcast=True), 0
     while (left != entries) & (high - low > 1):
         guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
@@ -62,12 +62,12 @@ def _limit(size, total, values, entries, LOG_SHARE: tl.constexpr):
         high, left_high = tl.where(enough, high, guess), tl.where(enough, left_high, here)
         turn += 1
         width = (high - low).to(tl.float32)
-        if turn == 1:  # a little too far, so that the limit is between two guesses
+        if turn == 1:  # overshoot, so the threshold is between two guesses
             off = (here - entries).to(tl.float32) / entries + tl.where(enough, 0.7, -0.7) / tl.sqrt(entries + 0.0)
             step = off * (1.2 * 8388608.0 / -LOG_SHARE)
             guess += tl.minimum(tl.maximum(step, -width), width).to(tl.int32)
         elif (turn >= 6) & (turn % 4 == 2):
-            guess = tl.where(low == 0, 1, low + (high - low) // 2)  # 1: are there so many that are not zero?
+            guess = tl.where(low == 0, 1, low + (high - low) // 2)  # 1: are there enough nonzero values?
         else:
             share = ((left - entries).to(tl.float32) + 0.5) / (left - left_high)
             guess = low + (width * share).to(tl.int32)
@@ -88,7 +88,7 @@ def _compress(
     values = (rows * DIM).to(tl.int32)
     limit, left = _limit(size, tl.sum(magnitudes, 0), values, entries, LOG_SHARE)
     kept = size >= limit
-    if left != entries:  # some are equal to the limit: the first of them
+    if left != entries:  # ties at the threshold: keep the first ones
         above, equal = size > limit, size == limit
         spare = entries - tl.sum(above.to(tl.int32), 0)
         kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
@@ -110,7 +110,7 @@ def _expand(
     if not ADD:
         everything = tl.arange(0, VALUES)
         tl.store(out + row * DIM + everything, tl.zeros([VALUES], tl.float32), mask=everything < rows * DIM)
-        tl.debug_barrier()  # other threads of the block write over these zeros
+        tl.debug_barrier()  # other threads of the block overwrite these zeros
     for first in range(0, entries, ENTRIES):
         nth = first + tl.arange(0, ENTRIES)
         there = nth < entries
@@ -126,7 +126,7 @@ def _expand(
 
 
 def _table(slabs: Slabs, packing: Packing, device: torch.device) -> tuple[torch.Tensor, int]:
-    """For `_place`, and the number of blocks. The copy to the device is put on the stream."""
+    """The table for `_place`, and the number of blocks. The copy to the device is asynchronous."""
     blocks = (slabs.rows + packing.block_rows - 1) // packing.block_rows
     entries = compression.packed_counts(slabs.rows, packing)
     table = torch.cat([blocks.cumsum(0) - blocks, slabs.first_row, slabs.rows, entries.cumsum(0) - entries])
@@ -136,17 +136,17 @@ def _table(slabs: Slabs, packing: Packing, device: torch.device) -> tuple[torch.
 
 
 def compress(x: torch.Tensor, slabs: Slabs, packing: Packing, clear: bool = False) -> torch.Tensor:
-    """As compression.compress; `clear`: what was taken becomes zero in `x`."""
+    """compression.compress on a GPU. `clear`: zero the selected values in `x`."""
     dim, n = x.shape[1], int(compression.packed_counts(slabs.rows, packing).sum())
     out = x.new_empty((n, ENTRY_BYTES), dtype=torch.uint8)
     if n:
         table, blocks = _table(slabs, packing, x.device)
         values = next_power_of_2(packing.block_rows * dim)
-        # a share of 1 needs no limit
+        # the search needs a share below 1
         log_share = math.log(min(0.99, packing.num / (packing.den * dim)))
         constants = dim, packing.num, packing.den, packing.block_rows, _power(slabs), values, clear, log_share
-        warps = min(32, max(1, values // 1024))  # one adds up without waiting for others
-        # A warp has 32 values for each thread; what it does not keep in registers it works out again, and more run.
+        warps = min(32, max(1, values // 1024))  # one warp sums without synchronization
+        # A warp has 32 values per thread. Recomputing what does not fit in registers allows more concurrent programs.
         few_registers = {"maxnreg": 96} if warps <= 16 else {}
         launch(
             _compress, (blocks,), x.view(torch.int32), table, out.view(torch.int16), slabs.rows.shape[0], *constants,
@@ -156,7 +156,7 @@ def compress(x: torch.Tensor, slabs: Slabs, packing: Packing, clear: bool = Fals
 
 
 def expand(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Packing, add: bool = False) -> None:
-    """As compression.expand; `add`: to what stands there."""
+    """compression.expand on a GPU. `add`: add to `out` instead of overwriting it."""
     if packed.shape[0] == 0 and not add:
         compression.fill_with_zeros(out, slabs)
     if packed.shape[0]:

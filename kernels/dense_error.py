@@ -1,9 +1,9 @@
-"""What compressed averages of dense gradients have not sent yet: a tensor for each parameter and rank, its *error*.
+"""Error feedback for compressed gradient averages: for each parameter and rank, the values not sent yet (its *error*).
 
-It is added to the parameter's next gradient, so that everything arrives, only later. It is part of the training's state
-and belongs into checkpoints: after a step of the optimizer it stands in its state, `optimizer.state[p]`, as
-"freescale_error" beside "freescale_error_rank". From then on the state is what counts: whatever load_state_dict puts
-there is used from the next backward pass on. A state without an error, or with that of another rank, begins at zero.
+The error is added to the parameter's next gradient, so every value is sent eventually. It is part of the training state
+and belongs in checkpoints. After an optimizer step it is stored in `optimizer.state[p]` as "freescale_error", next to
+"freescale_error_rank". From then on the optimizer's state is the source of truth: what load_state_dict writes there is
+used from the next backward pass on. If the state has no error, or another rank's, the error starts at zero.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ ERROR, RANK = "freescale_error", "freescale_error_rank"
 
 
 class ParameterError:
-    """Of one parameter."""
+    """The error of one parameter."""
 
     def __init__(self, name: str, parameter: torch.Tensor | None) -> None:
         self.name = name
         self.parameter = None if parameter is None else weakref.ref(parameter)
         self.error: torch.Tensor | None = None
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self.in_state = False  # whether it stood in the optimizer's state, when last looked at
+        self.in_state = False  # whether it was in the optimizer's state at the last check
         self._searched = False
 
     def current(self, gradient: torch.Tensor, rank: int) -> torch.Tensor:
-        """The tensor itself, to be changed in place; of the gradient's shape."""
+        """The error tensor itself, in the gradient's shape, to be updated in place."""
         if not self._searched:
             self._searched = True
             self._find_optimizer()
@@ -46,7 +46,7 @@ class ParameterError:
             if not self.in_state or state[ERROR] is not self.error:
                 self.error = self._loaded(state, gradient, rank)
             self.in_state = True
-        elif self.in_state:  # the state was replaced by one that has none
+        elif self.in_state:  # the state was replaced by one without an error
             self.error, self.in_state = None, False
         if self.error is None:
             self.error = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
@@ -65,7 +65,7 @@ class ParameterError:
         return optimizer.state[parameter]  # type: ignore[no-any-return]
 
     def _find_optimizer(self) -> None:
-        """One that was made, and perhaps loaded, before the first step."""
+        """Find the parameter's optimizer if it was created, and perhaps loaded, before the first step."""
         parameter = None if self.parameter is None else self.parameter()
         for optimizer in module_state.live_optimizers() if parameter is not None else ():
             if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
@@ -79,7 +79,7 @@ class ParameterError:
         loaded: torch.Tensor = state[ERROR]
         if loaded.shape != gradient.shape or loaded.dtype != gradient.dtype or not loaded.is_contiguous():
             raise RuntimeError(
-                f"freescale: the error of {self.name} in the optimizer's state was expected to be a contiguous "
+                f"freescale: expected the error of {self.name} in the optimizer's state to be a contiguous "
                 f"{gradient.dtype} {list(gradient.shape)}, found {loaded.dtype} {list(loaded.shape)}"
             )
         return loaded
@@ -91,8 +91,8 @@ _times_registered: Counter[str] = Counter()
 
 
 def register(parameter: torch.Tensor, preferred_name: str) -> str:
-    """The name under which an op finds the parameter's error: another one where a parameter of another model of this
-    process has had it. The same on every rank if all make their models in the same order."""
+    """Register a parameter and return the name by which ops find its error. The name is made unique in this process. It
+    is the same on every rank if all ranks build their models in the same order."""
     _keep_errors_in_states()
     known = _of(parameter, preferred_name)
     if _by_name.get(known.name) is known:
@@ -105,8 +105,8 @@ def register(parameter: torch.Tensor, preferred_name: str) -> str:
 
 
 def bind(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-    """A graph is about to run, with these parameters under its names: where two models share a graph, those of the one
-    whose step it is."""
+    """Bind a graph's names to these parameters before the graph runs. Two models may share a graph; the errors are
+    those of the model whose step runs."""
     for name, parameter in zip(names, parameters, strict=True):
         known = _by_name[name].parameter
         if known is None or known() is not parameter:
@@ -122,7 +122,7 @@ def _of(parameter: torch.Tensor, name: str) -> ParameterError:
 
 
 def errors_of(names: Sequence[str], gradients: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-    """To be changed in place."""
+    """The error tensors, to be updated in place."""
     global _rank
     _rank = rank
     for name in names:
@@ -131,7 +131,7 @@ def errors_of(names: Sequence[str], gradients: Sequence[torch.Tensor], rank: int
     return [_by_name[n].current(g, rank) for n, g in zip(names, gradients, strict=True)]
 
 
-_rank = 0  # in the group whose launch was last
+_rank = 0  # in the group of the last launch
 
 
 @cache
@@ -140,7 +140,7 @@ def _keep_errors_in_states() -> None:
         parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         for p in parameters:
             known = _by_parameter.get(id(p))
-            # Never before the optimizer has a state of its own: some take any state for a complete one.
+            # Wait until the optimizer has created its own state: some optimizers take any state for a complete one.
             if p.grad is not None and known is not None and known.parameter is not None and known.parameter() is p:
                 known.put_into_state(optimizer, p, _rank)
 
@@ -150,7 +150,7 @@ def _keep_errors_in_states() -> None:
 @cache
 def _say_that_it_is_another_ranks(rank: int, other: int) -> None:
     log.warning(
-        "freescale: rank %d was given the optimizer's state of rank %d; what that rank had not sent yet is left out. "
-        "Save and load the optimizer's state on every rank",
+        "freescale: rank %d loaded the optimizer state of rank %d; the values that rank had not sent yet are dropped. "
+        "Save and load the optimizer state on every rank",
         rank, other,
     )  # fmt: skip

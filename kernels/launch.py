@@ -1,9 +1,9 @@
-"""The launches in a graph: an all-to-all or an average that starts here, and `_c10d_functional.wait_tensor` waits for.
+"""Launch ops: an all-to-all or an average starts here, and `_c10d_functional.wait_tensor` waits for it.
 
-`transport` names what carries an all-to-all ("auto": the best, chosen at the first launch of a group), `packing` how
-rows travel ("": as they are; compression.py). The graph sees one op in any case: the result has the shape of the rows,
-and what was received packed is unpacked by the wait, on a GPU on the stream that waits. What a rank sends to itself is
-not packed, but copied at the launch. The launch's record has the bytes that come from other ranks.
+`transport` names what carries an all-to-all ("auto" chooses at the group's first launch). `packing` says how rows are
+sent ("" is uncompressed; see compression.py). The graph sees one op either way: the result has the shape of the rows,
+and the wait unpacks packed rows, on a GPU on the waiting stream. Rows that a rank sends to itself are copied at the
+launch, unpacked. The launch's record counts the bytes received from other ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import implement
 from freescale.kernels.transports import c10d, launch_record, open_transports
 
-_launches: Counter[str] = Counter()  # of each label, in this process
+_launches: Counter[str] = Counter()  # per label, in this process
 
 
 def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, *how, **more):
-    # The send buffer is the op's own: the Work holds it until it is done, also where the wait is in a later graph.
+    # This op owns the send buffer: the Work holds it until it completes, even if the wait is in a later graph.
     packed = table_registry.gather_rows(table, rows)
     return launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, *how, **more)
 
@@ -44,7 +44,7 @@ def launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_nam
         _launches[label] += 1
         packed = row_packing.pack(packing, x, send_counts, recv_counts, group.rank(), _launches[label])
         out = x.new_empty((n_recv, *x.shape[1:]))
-        # before the start: whatever stream waits for the message waits for this too
+        # before the start, so a stream that waits for the message also waits for this copy
         row_packing.copy_own(x, out, send_counts, recv_counts, group.rank())
         counts = packed.send_counts, packed.recv_counts, packed.n_recv
         received, work = _start(transport, group, packed.x, *counts, priority)
@@ -53,7 +53,7 @@ def launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_nam
 
 
 def _start(transport, group, x, send_counts, recv_counts, n_recv, priority) -> tuple[torch.Tensor, Any]:
-    """What arrives, and its work."""
+    """Start an all-to-all. Returns the output and its Work."""
     copies = None if transport == "c10d" else open_transports.transport_for(transport, group, x, n_recv)
     if copies is not None:
         return copies.start(x, send_counts, recv_counts, n_recv, priority)
@@ -63,13 +63,13 @@ def _start(transport, group, x, send_counts, recv_counts, n_recv, priority) -> t
 
 def _unpack(packed: row_packing.Packed, received: torch.Tensor, out: torch.Tensor) -> None:
     if received.is_cuda:
-        received.record_stream(torch.cuda.current_stream(received.device))  # it may not be the one of the launch
+        received.record_stream(torch.cuda.current_stream(received.device))  # may differ from the launch's stream
     with torch.no_grad():
         packed.unpack(received, out)
 
 
 def all_reduce_launch(gradients, parameters, group_name, packing=""):
-    """Each rank's part is divided before the parts are added, as DistributedDataParallel does it: the same numbers."""
+    """Each rank divides its gradients before the sum, as DistributedDataParallel does: bit-identical."""
     group = distributed.group_by_name(group_name)
     with launch_record.profiler_range("launch", launch_record.DENSE):
         if packing:
@@ -83,7 +83,7 @@ def all_reduce_launch(gradients, parameters, group_name, packing=""):
 
 
 def all_reduce_bytes(size: int, world: int) -> int:
-    """Received by each rank: its part from all others, then the other parts."""
+    """Bytes received per rank: reduce-scatter plus all-gather."""
     return 2 * size * (world - 1) // world
 
 

@@ -1,8 +1,8 @@
-"""The average of dense gradients of which only the largest values travel; the others wait for a later step.
+"""Compressed average of dense gradients: only the largest values are sent, the others in later steps.
 
-To its part of a bucket each rank adds what it has not sent yet (dense_error.py), sends the largest values of each block
-(compression.py) to all others, and keeps the rest. All ranks add up what all have sent, in the order of ranks: the same
-numbers everywhere.
+Each rank adds its error (dense_error.py) to its bucket, sends the largest values of each block (compression.py) to all
+other ranks, and keeps the rest as the new error. Every rank sums the received values in rank order, so the results are
+bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from freescale.kernels import compression, dense_error, row_packing
 def start(
     gradients: list[torch.Tensor], parameters: str, group: dist.ProcessGroup, text: str
 ) -> tuple[torch.Tensor, dist.Work, int, Callable[[], None]]:
-    """The average, its work, how many bytes arrive, and what is to be called after the wait."""
+    """Return the average, its Work, the bytes to receive, and a function to call after the wait."""
     packing = compression.parse(text)
     errors = dense_error.errors_of(parameters.split(", "), gradients, group.rank())
     sent = pack_with_error(gradients, errors, packing)
@@ -33,8 +33,8 @@ def start(
 def pack_with_error(
     gradients: list[torch.Tensor], errors: list[torch.Tensor], packing: compression.Packing
 ) -> torch.Tensor:
-    """What is sent of gradients and errors; `errors` becomes the rest. Nothing is lost and nothing is rounded, but for
-    the sum of the two. What is not finite and has no place in this message is dropped: it would never go away."""
+    """Return the packed values; `errors` becomes the rest. Nothing is lost or rounded except in gradient + error.
+    Nonfinite values that do not fit in this message are dropped, since they would stay in the error forever."""
     flat = torch.cat([(g + e).reshape(-1) for g, e in zip(gradients, errors, strict=True)])
     sent = row_packing.take_largest(flat[:, None], _one_slab(flat), packing, clear=True)
     flat.nan_to_num_(0.0, 0.0, 0.0)
@@ -49,9 +49,9 @@ def _one_slab(x: torch.Tensor) -> compression.Slabs:
 
 def average(received: torch.Tensor, out: torch.Tensor, packing: compression.Packing) -> None:
     if received.is_cuda:
-        received.record_stream(torch.cuda.current_stream(received.device))  # it may not be the one of the launch
+        received.record_stream(torch.cuda.current_stream(received.device))  # may differ from the launch's stream
     with torch.no_grad():
         out.zero_()
-        for sent in received:  # by rank
+        for sent in received:  # one per rank
             row_packing.put_back(sent, out[:, None], _one_slab(out), packing, add=True)
         out.mul_(1.0 / received.shape[0])

@@ -1,7 +1,7 @@
-"""What every op computes, in the clearest torch that is exact. These definitions decide what is correct.
+"""Reference implementations of every op, in plain, exact torch. These definitions decide what is correct.
 
-The two exchange composites are written with the small ops below them, and with nothing else: the pass that opens a
-composite runs these very functions on graph nodes.
+The two composite exchange ops use only the small ops below them: the pass that expands a composite runs these functions
+on graph nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from freescale.kernels.planning import keyed_lengths, native_batch, row_requests
 from freescale.kernels.planning.owners import ExchangeTables, OwnerMap, first_invalid_id
 from freescale.kernels.transports import launch_record
 
-RUN_LENGTH = 512  # entries of a segment that are added one after another
+RUN_LENGTH = 512  # entries of a segment that are summed sequentially
 
 _ops = torch.ops.freescale
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -47,7 +47,7 @@ class _AveragedParameter(torch.autograd.Function):
 
 
 def averaged_parameter(parameter, name, place, group_name):
-    """`place`: among the parameters of the graph, 0 for the one whose gradient is complete first."""
+    """`place`: index among the graph's parameters; 0 is the one whose gradient is complete first."""
     return _AveragedParameter.apply(parameter, name, place, group_name)
 
 
@@ -58,14 +58,14 @@ def average_gradient(gradient, name, place, group_name):
 def sum_rows(x, order, ends):
     """out[i] = x[order[ends[i-1]]] + ... + x[order[ends[i]-1]], in at least float32 and in a fixed order.
 
-    Left to right in runs of RUN_LENGTH entries, counted from the segment's first; then the runs' sums, left to right.
-    So a row that is requested a million times does not keep a GPU waiting for a million additions, one after another.
+    Each segment is summed left to right in runs of RUN_LENGTH entries, then the sums of the runs left to right. So a
+    row that is requested a million times does not need a million sequential additions on a GPU.
     """
     return sum_wide(x if x.dtype in (torch.float32, torch.float64) else x.float(), order, ends).to(x.dtype)
 
 
 def sum_wide(x, order, ends):
-    """sum_rows in the data type of x."""
+    """sum_rows in the dtype of x."""
     x, sizes = x.index_select(0, order), ends.diff(prepend=ends.new_zeros(1))
     if order.shape[0] > RUN_LENGTH and int(sizes.max()) > RUN_LENGTH:
         runs = (sizes + RUN_LENGTH - 1) // RUN_LENGTH
@@ -76,7 +76,7 @@ def sum_wide(x, order, ends):
 
 
 def _sum_segments(x, sizes):
-    # segment_reduce walks each segment from left to right on every device
+    # segment_reduce sums each segment left to right on every device
     return torch.segment_reduce(x, "sum", lengths=sizes, unsafe=True)
 
 
@@ -117,12 +117,13 @@ def _fault(numbers):
 
 
 def count_values(lengths, offsets, values, keys, unique_keys, reader, group_name=None):
-    """The sum of each key's lengths, and a keyed_lengths.Fault as numbers: with one, sums are such that nothing is read
-    past the values until plan_now raises. Both on the host, which waits for the device.
+    """Sum the lengths of each key, and check them; the second result is a keyed_lengths.Fault as numbers. If there is a
+    fault, the sums are chosen so that nothing is read past the values until plan_now raises. Both results are on the
+    host, which waits for the device.
 
-    `group_name`: where no plan_now follows, this raises on every rank of the group. `reader` names the tables, and
-    keeps AOTAutograd from making one node of those of two readers: the sizes that the second has from it would have
-    nothing left that says what they are."""
+    `group_name`: given if no plan_now follows; then this raises on every rank of the group. `reader` names the tables.
+    It keeps AOTAutograd from merging the nodes of two readers, which would leave the sizes of the second reader without
+    a source."""
     lengths, offsets = lengths.cpu(), None if offsets is None else offsets.cpu()
     fault = keyed_lengths.find_fault(keys, unique_keys, lengths, offsets, values.shape[0])
     if group_name is not None:
@@ -143,10 +144,10 @@ def checked_weights(weights, ids, features, group_name):
 
 
 def expect_ids(token, ids, planned, step, table, lengths=None, counts=None, fault=None):
-    """The plan is for these very ids, and for so many of each key: `counts` are planned, `lengths` [keys, samples].
+    """Check that the plan is for these ids and for this many per key: `counts` are planned, `lengths` [keys, samples].
 
-    `fault`: of lengths that were not planned. count_values has raised if there is one, so it must come before whatever
-    reads rows by these lengths."""
+    `fault`: result of count_values for unplanned lengths. count_values raises on a fault, so it must run before any op
+    that reads rows by these lengths."""
     require_planned(ids, planned, step, table, _equal)
     if lengths is not None:
         require_counts(lengths, counts, step, table, has_counts)
@@ -167,8 +168,8 @@ def require_counts(lengths, counts, step, table, has_counts):
 
 
 def has_counts(lengths, counts):
-    """Whether no length is negative and those of each key add up to its count: then all that the lengths say is within
-    the rows of their key. (Where in a key its samples end is not planned: that may change.)"""
+    """Whether no length is negative and the lengths of each key add up to its count. Then all lengths are within the
+    rows of their key. (The boundaries of samples within a key are not planned and may change.)"""
     return (lengths >= 0).all() & _equal(lengths.sum(1), counts)
 
 
@@ -176,11 +177,11 @@ def _equal(a, b):
     return (a == b).all()
 
 
-MAX_MESSAGE = 254  # bytes of what a device can say
+MAX_MESSAGE = 254  # bytes of a device-side assert message
 
 
 def _require(fine, what, step, table):
-    """On a GPU the device raises, so nothing waits for it here: what comes later in its stream does not run."""
+    """On a GPU this is a device-side assert: the host does not wait, and later work on the stream does not run."""
     if fine.is_cuda:
         torch._assert_async(fine, _not_planned(what, step, table)[:MAX_MESSAGE])
     elif not fine:
@@ -189,8 +190,8 @@ def _require(fine, what, step, table):
 
 def _not_planned(what, step, table):
     return (
-        f"freescale: {table}: the {what} that reached the model are not those of batch {step.tolist()}, which is the "
-        "next that the LookaheadLoader handed out; pass each of its batches to the model once, in order"
+        f"freescale: {table}: the {what} passed to the model do not match batch {step.tolist()}, the next batch that "
+        "the LookaheadLoader yielded; pass each of its batches to the model once, in order"
     )
 
 
@@ -207,5 +208,5 @@ for _fn in (
     expect_ids,
 ):
     implement(_fn.__name__, _fn)
-# Implicit: AOTAutograd traces what is inside, with its gradient.
+# CompositeImplicit: AOTAutograd traces into it, including its gradient.
 lib.impl("averaged_parameter", averaged_parameter, "CompositeImplicitAutograd")

@@ -1,8 +1,8 @@
-"""Rows in a narrower type: fp8 of compression.py, which these definitions decide; fp16 and bf16 are torch's own.
+"""Definition of fp8 rows (compression.py); fp16 and bf16 use torch's own casts.
 
-*Stochastic* is up or down to one of the two neighbours in that type, with the probability that makes the mean right.
-Which way follows from the place of the value and the number of the launch alone, so a run repeats bit for bit, and no
-generator of random numbers is touched.
+*Stochastic* rounding goes up or down to a neighbor in the narrow type, with the probability that makes the expected
+value exact. The direction depends only on the value's position and the launch number, so runs are reproducible, and no
+random generator is used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 WIDE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FP8_MAX = 448.0
-FIRST_PRIME, SECOND_PRIME = 0x9E3779B1, 0x85EBCA77  # for the place, for the number of the launch
+FIRST_PRIME, SECOND_PRIME = 0x9E3779B1, 0x85EBCA77  # for the position and for the launch number
 _MASK = 0xFFFFFFFF
 _SMALLEST_SCALE = 0x00800000  # the smallest normal float32, as bits
 
@@ -21,7 +21,8 @@ def fp8_row_bytes(dim: int) -> int:
 
 
 def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
-    """uint8 [n, dim, to a multiple of 4, and 4]: e4m3 and a scale that makes the row's largest magnitude 448.
+    """Return uint8 [n, dim padded to a multiple of 4, plus 4]: e4m3 values and a scale that maps the row's largest
+    magnitude to 448.
 
     A row with an infinity or NaN arrives as NaN.
     """
@@ -29,7 +30,7 @@ def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
     if n == 0 or dim == 0:
         return x.new_empty((n, fp8_row_bytes(dim)), dtype=torch.uint8)
     largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True).view(torch.float32)
-    # not divided: by a number, torch divides on a GPU by multiplying, and the bits are to be the same
+    # multiply, not divide: on a GPU torch divides by a scalar as a multiplication, and the bits must match
     scale = (largest * (1 / FP8_MAX)).view(torch.int32).clamp(min=_SMALLEST_SCALE).view(torch.float32)
     codes = _round_to_e4m3(x / scale, launch_number)
     padding = codes.new_zeros((n, -dim % 4))
@@ -37,11 +38,10 @@ def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
 
 
 def _round_to_e4m3(y: torch.Tensor, launch_number: int | None) -> torch.Tensor:
-    """Codes of values of at most 448. To nearest, of two as near to the even one; or up with the probability that
-    makes the mean right."""
+    """e4m3 codes of values of at most 448: round to nearest even, or stochastically if there is a launch number."""
     bits = y.view(torch.int32)
-    exponent = ((bits >> 23) & 0xFF).clamp(min=121)  # 2**-6 is the smallest that is normal
-    unit = ((exponent - 3) << 23).view(torch.float32)  # the distance of neighbours
+    exponent = ((bits >> 23) & 0xFF).clamp(min=121)  # 2**-6 is the smallest normal number
+    unit = ((exponent - 3) << 23).view(torch.float32)  # spacing of neighbors
     steps = y.abs() / unit
     if launch_number is None:
         steps = steps.round()
@@ -56,7 +56,7 @@ def _round_to_e4m3(y: torch.Tensor, launch_number: int | None) -> torch.Tensor:
 
 
 def _uniform(y: torch.Tensor, launch_number: int) -> torch.Tensor:
-    """In [0, 1), from a value's place and the number of the launch alone."""
+    """Numbers in [0, 1) that depend only on the position and the launch number."""
     h = torch.arange(y.numel(), device=y.device) * FIRST_PRIME + launch_number * SECOND_PRIME & _MASK
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
     h = ((h ^ (h >> 15)) * 0x846CA68B) & _MASK

@@ -1,4 +1,4 @@
-"""Rows in fp8, and back, in one pass over memory, in Triton. Definition: rounding.py."""
+"""Convert rows to fp8 and back in one pass over memory, in Triton. Definition: rounding.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from freescale.kernels.rounding import FIRST_PRIME, SECOND_PRIME, fp8_row_bytes
 
 @triton.jit
 def _uniform(place, salt, PRIME: tl.constexpr):
-    """rounding._uniform; `salt`: what the launch adds."""
+    """rounding._uniform; `salt` is derived from the launch number."""
     h = place.to(tl.uint32) * PRIME + salt.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
@@ -24,7 +24,7 @@ def _to_fp8(
     x, out, scales, n_rows, salt, DIM: tl.constexpr, ROW_BYTES: tl.constexpr, PRIME: tl.constexpr,
     STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """`scales`: `out` as words, the last of each row."""
+    """`scales`: `out` viewed as 32-bit words, of which the last of each row is its scale."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, VALUES)
     place, there = row[:, None] * DIM + column[None, :], row[:, None] < n_rows
@@ -38,7 +38,7 @@ def _to_fp8(
     if STOCHASTIC:
         steps = tl.floor(steps + _uniform(place, salt, PRIME))
     else:
-        steps = (steps + 12582912.0) - 12582912.0  # no more than 16, so the sum has no digits behind the point
+        steps = (steps + 12582912.0) - 12582912.0  # at most 16, so the sum has no fractional bits
     rounded = tl.minimum(steps * ((exponent - 3) << 23).to(tl.float32, bitcast=True), 448.0)
     normal = (rounded.to(tl.int32, bitcast=True) >> 20) - 960
     code = tl.where(rounded < 0.015625, (rounded * 512.0).to(tl.int32), normal)
@@ -61,21 +61,21 @@ def _from_fp8(
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
     value = tl.where(size == 0x7F, float("nan"), value)
-    # not -value: that is 0 - value on a GPU, which has no -0.0
+    # not -value: a GPU computes that as 0 - value, which loses -0.0
     value = (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
     value *= scale.to(tl.float32, bitcast=True)[:, None]
     tl.store(out + row[:, None] * DIM + column[None, :], value, mask=there)
 
 
 def _shape(n_rows: int, row_bytes: int) -> tuple[tuple[int], int, int, int]:
-    """The grid, rows and values of a program, and its warps."""
+    """Grid, rows and values per program, and warps."""
     values = next_power_of_2(row_bytes - 4)
     rows = max(1, 1024 // values)
     return (cdiv(n_rows, rows),), rows, values, min(32, max(4, values // 512))
 
 
 def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
-    """As rounding.to_fp8."""
+    """rounding.to_fp8 on a GPU."""
     (n, dim), row_bytes = x.shape, fp8_row_bytes(x.shape[1])
     out = x.new_empty((n, row_bytes), dtype=torch.uint8)
     if n and dim:
@@ -87,7 +87,7 @@ def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
 
 
 def from_fp8(packed: torch.Tensor, out: torch.Tensor) -> None:
-    """As rounding.from_fp8; a NaN may have other bits."""
+    """rounding.from_fp8 on a GPU; NaNs may have other bits."""
     if out.numel():
         n, dim = out.shape
         grid, rows, values, warps = _shape(n, packed.shape[1])
@@ -96,5 +96,5 @@ def from_fp8(packed: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def salt_of(launch_number: int) -> int:
-    """As a signed 32-bit number, so that all launches have one kernel."""
+    """The launch's salt as a signed 32-bit number, so that all launches share one kernel."""
     return (launch_number * SECOND_PRIME + 2**31) % 2**32 - 2**31

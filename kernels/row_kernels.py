@@ -1,16 +1,16 @@
-"""Rows of tables: packed for peers, summed and updated. What is computed, and whether Triton or torch does it.
+"""Kernels on table rows: pack, sum, update. Each runs in Triton or in plain torch.
 
-    pack_rows      rows of a table, one after another, for all peers at once
-    sum_rows       sums of rows in a fixed order (defined in reference.py; here it gets its GPU implementation)
-    expect_ids     are ids those of the plan? (defined in reference.py)
+    pack_rows      rows of a table, for all peers at once
+    sum_rows       sums of rows in a fixed order (defined in reference.py; GPU implementation here)
+    expect_ids     check ids against the plan (defined in reference.py)
     update_rows    sum_rows, then one step of SGD or (row-wise) Adagrad on the rows, in place, in one pass over memory
 
-On a GPU rows of float32, bfloat16 and float16 are the Triton kernels' (row_kernels_triton.py), which never wait for the
-device; anything else is the definition's plain torch. The kernels give the definitions' bits, with one
-exception: the mean of squares of Adagrad is summed in another order than torch's. A row's result depends on
-nothing but its own values, its gradients and their order.
+float32, bfloat16 and float16 rows on a GPU use the Triton kernels (row_kernels_triton.py), which never wait for the
+device; everything else uses the plain torch of the definitions. The kernels are bit-identical to the definitions except
+that Adagrad's mean of squares is summed in a different order. A row's result depends only on its own values, its
+gradients and their order.
 
-Rows that are not float32 are summed and stepped in float32 and rounded once, when they are written.
+Rows that are not float32 are summed and updated in float32 and rounded once, when written.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from freescale.kernels.ops.schemas import implement
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
-MAX_SUMMANDS = torch.iinfo(torch.int32).max  # rows of one tensor that kernels add up; tables may have more
-MAX_COLUMNS = 16384  # of a row that one program of a kernel can hold
+MAX_SUMMANDS = torch.iinfo(torch.int32).max  # rows of one tensor that the kernels can sum; tables may have more
+MAX_COLUMNS = 16384  # per row, limited by what one program can hold
 
 
 def pack_rows(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """weight[rows]: where `rows` come by peer, the slabs of all peers."""
+    """weight[rows]. If `rows` is grouped by peer, the result is the slabs of all peers."""
     _check("pack_rows", weight, index=rows)
     if not _served_by_kernels(weight):
         return weight.index_select(0, rows)
@@ -37,7 +37,7 @@ def pack_rows(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def sum_rows(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """out[i] = x[order[ends[i-1]]] + ... + x[order[ends[i]-1]], in reference.sum_rows' order, in at least float32."""
+    """out[i] = x[order[ends[i-1]]] + ... + x[order[ends[i]-1]], in reference.sum_rows' order and at least float32."""
     _check("sum_rows", x, order=order, ends=ends)
     if not _served_by_kernels(x) or x.shape[0] > MAX_SUMMANDS:
         return reference.sum_rows(x, order, ends)
@@ -47,7 +47,7 @@ def sum_rows(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.
 
 
 def expect_ids(token, ids, planned, step, table, lengths=None, counts=None, fault=None):
-    """reference.expect_ids, with one kernel for each comparison."""
+    """reference.expect_ids, with one kernel per comparison."""
     from freescale.kernels import row_kernels_triton
 
     def equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -66,10 +66,10 @@ def update_rows(
 ) -> None:  # fmt: skip
     """One optimizer step on weight[rows[i]] with the sum of grad[order[ends[i-1]]] ... grad[order[ends[i]-1]].
 
-    Rows are distinct. `momentum` is Adagrad's, one number per element of the table, or row-wise Adagrad's, one per row.
-    `longest` is the most gradients that a row has, where the caller knows a bound (the number of ranks, if each sends a
-    row once): it saves the search for rows with very many. `fused`: the kernels round a product and a sum once, as
-    FBGEMM does; else twice, as torch does.
+    `rows` are distinct. `momentum` has one number per element for Adagrad, one per row for row-wise Adagrad. `longest`
+    is an upper bound on the gradients of one row, if the caller knows one (the number of ranks, if each rank sends a
+    row once); it saves the search for long segments. `fused`: round a * b + c once, as FBGEMM does; else twice, as
+    torch does.
     """
     _check("update_rows", weight, rows=rows, order=order, ends=ends)
     if optimizer not in OPTIMIZERS:
@@ -101,7 +101,7 @@ def update_rows_reference(
     weight: torch.Tensor, momentum: torch.Tensor | None, grad: torch.Tensor, rows: torch.Tensor,
     order: torch.Tensor, ends: torch.Tensor, lr: float, eps: float,
 ) -> None:  # fmt: skip
-    """What update_rows computes."""
+    """The definition of update_rows."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     step_rows(weight, momentum, rows, reference.sum_wide(grad.to(wide), order, ends), lr, eps)
 
@@ -109,7 +109,7 @@ def update_rows_reference(
 def step_rows(
     weight: torch.Tensor, momentum: torch.Tensor | None, rows: torch.Tensor, grads: torch.Tensor, lr: float, eps: float
 ) -> None:
-    """One step of SGD, or with a momentum of (row-wise) Adagrad, with one gradient per row, in the gradients' type."""
+    """One step of SGD, or with a momentum (row-wise) Adagrad, with one gradient per row, in the gradients' dtype."""
     step = lr * grads
     if momentum is not None:
         squares = grads.square()
@@ -126,8 +126,8 @@ def adam_rows(
     weight: torch.Tensor, means: torch.Tensor, squares: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor,
     lr: float, eps: float, betas: tuple[float, float], weight_decay: float, step: int,
 ) -> None:  # fmt: skip
-    """Step number `step`, from 1 on, of Adam with one gradient per row, in the gradients' type, as FBGEMM has it: a row
-    that is not looked up keeps its averages, and all rows count the same steps.
+    """Adam step number `step` (from 1), with one gradient per row, in the gradients' dtype. As in FBGEMM, rows that are
+    not looked up keep their averages, and all rows share the step count.
 
     `squares` is [rows, dim], or [rows] for partial row-wise Adam, which averages the mean of a row's squares.
     """

@@ -1,12 +1,12 @@
-"""Moving, summing and updating rows in one pass over memory, in Triton. Definitions and checks: row_kernels.py.
+"""Gather, sum and update rows in one pass over memory, in Triton. Definitions and checks: row_kernels.py.
 
-Rows are those of contiguous [n, dim] tensors of float32, bfloat16 or float16; indices are contiguous int64. Nothing
-here waits for the device: sizes come from shapes, and how long a segment is only the kernels know.
+Rows are contiguous [n, dim] tensors of float32, bfloat16 or float16; indices are contiguous int64. Nothing here waits
+for the device: sizes come from shapes, and only the kernels read segment lengths.
 
-The sum of one column of one run (reference.RUN_LENGTH entries of a segment) is sequential, left to right, so that it
-has the same bits everywhere. Segments, runs and columns go in parallel: short segments many to a program, one entry of
-each at a time; a long segment has a program to itself, with many of its rows in flight at once; and so has each run
-of a segment that has several, whose sums are then added as if they were its rows.
+Each column of each run (reference.RUN_LENGTH entries of a segment) is summed sequentially, left to right, so that the
+bits do not depend on the launch. Segments, runs and columns run in parallel. Many short segments share a program, one
+entry of each at a time. A long segment has its own program, with many rows in flight. A segment of several runs has one
+program per run; the sums of the runs are then added as if they were its rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from freescale.compat.triton_launch import cdiv, launch, next_power_of_2
 from freescale.kernels.reference import RUN_LENGTH
 
 SUM, SGD, ROWWISE_ADAGRAD, ADAGRAD = 0, 1, 2, 3
-LONG_SEGMENT = 16  # a segment with more entries is a long one
-SCAN_PROGRAMS = 4096  # programs that look for long segments
-LONG_UNROLL = 16  # entries of a long segment that are in flight at once
+LONG_SEGMENT = 16  # a longer segment is a long one
+SCAN_PROGRAMS = 4096  # programs that search for long segments
+LONG_UNROLL = 16  # entries of a long segment in flight at once
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -45,7 +45,7 @@ def _load_weights(weight, row, column, DIM: tl.constexpr):
 
 @triton.jit
 def _load_momenta(momentum, row, MODE: tl.constexpr):
-    # to be kept in the cache: neighbours share what one access brings, and each is written back
+    # Keep it in the cache: neighbors share a cache line, and each is written back.
     return tl.load(momentum + row, mask=row >= 0, other=0.0, eviction_policy="evict_last") if MODE == 2 else row
 
 
@@ -59,7 +59,7 @@ def _subtract_product(w, a, b, FUSED: tl.constexpr):
 def _optimizer_step(
     weight, momentum, row, w, m, grad, column, lr, eps, DIM: tl.constexpr, MODE: tl.constexpr, FUSED: tl.constexpr
 ):
-    """The optimizer's step in float32, rounded once to the type of the rows."""
+    """One optimizer step in float32, rounded once to the dtype of the rows."""
     w = w.to(tl.float32)
     inside = (row >= 0)[:, None] & (column < DIM)[None, :]
     place = row[:, None].to(tl.int64) * DIM + column[None, :]
@@ -82,7 +82,7 @@ def _optimizer_step(
 
 @triton.jit
 def _short_bounds(ends, segment, n_segments, LONG_SEGMENT: tl.constexpr):
-    """Where segments begin and end in `order`, and whether they are there and short; the others have no entries."""
+    """The bounds of segments in `order`, and whether they exist and are short; others are empty."""
     end = tl.load(ends + segment, mask=segment < n_segments, other=0)
     begin = tl.load(ends + segment - 1, mask=(segment > 0) & (segment < n_segments), other=0)
     live = (segment < n_segments) & (end - begin <= LONG_SEGMENT)
@@ -96,7 +96,7 @@ def _load_rows(rows, segment, there, MODE: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def _load_entries(order, begin, length, entry, UNROLL: tl.constexpr):
-    """The next entries of each segment, -1 where it has no more."""
+    """The next entries of each segment; -1 past its end."""
     x_rows = ()
     for ahead in tl.static_range(UNROLL):
         here = tl.load(order + begin + (entry + ahead), mask=entry + ahead < length, other=-1)
@@ -123,7 +123,7 @@ def _short_segments(
     stride = tl.num_programs(0).to(INDEX) * SEGMENTS
     first = tl.program_id(0).to(INDEX) * SEGMENTS
     segment = first + tl.arange(0, SEGMENTS)
-    # Bounds and rows are fetched two rounds ahead, indices and momenta one, so that a round waits for its rows alone.
+    # Prefetch bounds and rows two rounds ahead, indices and momenta one, so that a round waits only for its rows.
     begin, length, live = _short_bounds(ends, segment, n_segments, LONG_SEGMENT)
     begin1, length1, live1 = _short_bounds(ends, segment + stride, n_segments, LONG_SEGMENT)
     x_rows = _load_entries(order, begin, length, 0, UNROLL)
@@ -138,8 +138,8 @@ def _short_segments(
         m1 = _load_momenta(momentum, row1, MODE)
         if MODE != 0:
             w = _load_weights(weight, row, column, DIM)
-        # Not the `length` at hand: as the bound of an inner loop, Triton (3.6, 3.7) takes what a loop carries for what
-        # it began with, when it changes layouts.
+        # Reload instead of using `length`: as the bound of an inner loop, Triton (3.6, 3.7) confuses a loop-carried
+        # value with its initial value when it changes layouts.
         _, lengths, _ = _short_bounds(ends, segment, n_segments, LONG_SEGMENT)
         total = _add_rows(tl.zeros((SEGMENTS, COLUMNS), tl.float32), x, x_rows, column, DIM, UNROLL)
         for entry in range(UNROLL, tl.max(lengths, 0), UNROLL):
@@ -155,7 +155,7 @@ def _short_segments(
 
 @triton.jit
 def _sum_between(x, order, entry, end, column, DIM: tl.constexpr, UNROLL: tl.constexpr):
-    """The sum of entries of `order`, UNROLL at a time; the indices of the next ones travel with the rows of these."""
+    """Sum entries of `order`, UNROLL at a time; the next indices are prefetched with the current rows."""
     total = tl.zeros((column.shape[0],), tl.float32)
     x_rows = ()
     for ahead in tl.static_range(UNROLL):
@@ -176,7 +176,7 @@ def _sum_between(x, order, entry, end, column, DIM: tl.constexpr, UNROLL: tl.con
 
 @triton.jit
 def _segment_at(ends, entry, low, high):
-    """The segment of an entry of `order`, which is one from `low` to `high`."""
+    """The segment that contains an entry of `order`, by binary search from `low` to `high`."""
     while low < high:
         middle = (low + high) // 2
         later = tl.load(ends + middle) > entry
@@ -190,9 +190,9 @@ def _sum_runs(
     x, order, ends, sums, n_segments, n,
     DIM: tl.constexpr, RUN_LENGTH: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the runs, of segments that have several, that begin in one window of RUN_LENGTH entries of `order`.
+    """Sum the runs that begin in one window of RUN_LENGTH entries of `order`, of segments with several runs.
 
-    Two can: one of the segment in which the window begins, and the first run of another, that in which it ends.
+    At most two do: one of the segment that the window begins in, and the first run of the segment that it ends in.
     """
     window = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -211,7 +211,7 @@ def _sum_runs(
 
 @triton.jit
 def _add_run_sums(sums, begin, end, column, DIM: tl.constexpr, RUN_LENGTH: tl.constexpr, UNROLL: tl.constexpr):
-    """The sum of a segment's runs, from where _sum_runs has put them."""
+    """The sum of a segment's runs, as stored by _sum_runs."""
     window, runs = begin // RUN_LENGTH, tl.cdiv(end - begin, RUN_LENGTH)
     first = 2 * window + (begin % RUN_LENGTH != 0).to(tl.int64)
     total = tl.load(sums + first * DIM + column, mask=column < DIM, other=0.0)
@@ -231,7 +231,7 @@ def _long_segments(
     programs = tl.num_programs(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     for first in range(tl.program_id(0).to(tl.int64), n_segments, SCAN * programs):
-        segment = first + tl.arange(0, SCAN) * programs  # neighbours are often long together: not all for one program
+        segment = first + tl.arange(0, SCAN) * programs  # strided: long segments are often adjacent
         end = tl.load(ends + segment, mask=segment < n_segments, other=0)
         begin = tl.load(ends + segment - 1, mask=(segment > 0) & (segment < n_segments), other=0)
         long = end - begin > LONG_SEGMENT
@@ -255,7 +255,7 @@ def _long_segments(
 
 
 def gather(source: torch.Tensor, index: torch.Tensor, tile: int = 4096, warps: int = 4) -> torch.Tensor:
-    """source[index]; `tile` bytes of it to a program."""
+    """source[index]; each program copies `tile` bytes."""
     n, dim = index.shape[0], source.shape[1]
     out = source.new_empty((n, dim))
     if n and dim:
@@ -268,7 +268,7 @@ def gather(source: torch.Tensor, index: torch.Tensor, tile: int = 4096, warps: i
 
 @triton.jit(do_not_specialize=["n"])
 def _equal(a, b, out, n, BLOCK: tl.constexpr):
-    """One program: so nobody has to set `out` beforehand."""
+    """A single program, so `out` needs no initialization."""
     differ = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, n, BLOCK):
         position = first + tl.arange(0, BLOCK).to(tl.int64)
@@ -278,7 +278,7 @@ def _equal(a, b, out, n, BLOCK: tl.constexpr):
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Whether two contiguous tensors of integers of one length are equal, as a bool on the device."""
+    """Whether two contiguous integer tensors of one length are equal, as a bool on the device."""
     out = torch.empty((), dtype=torch.bool, device=a.device)
     launch(_equal, (1,), a, b, out, a.shape[0], 8192, num_warps=16)
     return out
@@ -286,7 +286,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["samples"])
 def _has_counts(lengths, counts, out, samples, BLOCK: tl.constexpr):
-    """One program for each key."""
+    """One program per key."""
     key = tl.program_id(0).to(tl.int64)
     total, negative = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int32)
     for first in range(0, samples, BLOCK):
@@ -298,7 +298,7 @@ def _has_counts(lengths, counts, out, samples, BLOCK: tl.constexpr):
 
 
 def has_counts(lengths: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """reference.has_counts, of contiguous tensors."""
+    """reference.has_counts of contiguous tensors."""
     out = torch.empty(lengths.shape[0], dtype=torch.bool, device=lengths.device)
     if lengths.shape[0]:
         launch(_has_counts, (lengths.shape[0],), lengths, counts, out, lengths.shape[1], 1024, num_warps=4)
@@ -324,22 +324,22 @@ def update_segments(
 
 
 def _launch(x, order, ends, out, rows, weight, momentum, lr, eps, mode, longest=None, programs=256, fused=False):
-    """On up to `programs` to a processor."""
+    """Launch up to `programs` programs per multiprocessor."""
     n, dim = ends.shape[0], x.shape[1]
     if n == 0 or dim == 0:
         return
     args = (x, order, ends, out, rows, weight, momentum, n, float(lr), float(eps))
     columns = next_power_of_2(dim)
-    # Small rows: 16 bytes to a thread, and four entries at once, since the longest segment of a tile keeps the others
-    # waiting. Measured on an H200.
+    # Small rows: 16 bytes per thread and four entries at once, since the longest segment of a tile delays the others.
+    # Measured on an H200.
     small = columns * x.element_size() <= 512
     tile, unroll = (512, 4) if small else (1024, 2)
     segments = max(1, tile // (columns * x.element_size()))
     warps = min(16, max(1, columns // 512))
     grid = (min(cdiv(n, segments), _processors(x.device) * programs),)
-    row = tl.int32 if weight is None or weight.shape[0] < 2**31 else tl.int64  # half the registers, where it is enough
+    row = tl.int32 if weight is None or weight.shape[0] < 2**31 else tl.int64  # half the registers if 32 bits suffice
     index = tl.int32 if n + 3 * grid[0] * segments < 2**31 else tl.int64
-    # A product and a sum must not become one instruction that rounds once: the reference rounds twice.
+    # No FMA contraction: the reference rounds the product and the sum separately.
     options = {"num_warps": warps, "enable_fp_fusion": False}
     sizes = LONG_SEGMENT, segments, columns, unroll, row, index
     launch(_short_segments, grid, *args, dim, mode, *sizes, fused, **options)

@@ -1,4 +1,4 @@
-"""Rows as they travel, and back: compression.py defines it, and on a GPU kernels do what it says."""
+"""Pack rows for sending, and unpack them. Defined by compression.py; on a GPU Triton kernels do the work."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from freescale.kernels.compression import Packing, Slabs, compress, entries_of, 
 
 @dataclass(frozen=True)
 class Packed:
-    """What is sent in place of rows, and what to do with what is received."""
+    """Packed rows to send, and how to unpack the received ones."""
 
     x: torch.Tensor  # uint8 [sent, bytes]
-    send_counts: torch.Tensor  # to and from each peer; 0 to and from this rank
+    send_counts: torch.Tensor  # per peer; 0 for this rank
     recv_counts: torch.Tensor
-    unpack: Callable[[torch.Tensor, torch.Tensor], None]  # (what was received, rows to be written)
+    unpack: Callable[[torch.Tensor, torch.Tensor], None]  # (received, output rows)
 
     @property
     def n_recv(self) -> int:
@@ -30,8 +30,8 @@ class Packed:
 def pack(
     text: str, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int, launch_number: int
 ) -> Packed:
-    """Rows of float32 [n, dim], those of all peers one after another; without those of this rank, see copy_own().
-    `launch_number`: of it and of its place among what travels follows which way `fp8:stochastic` rounds a value."""
+    """Pack float32 rows [n, dim], grouped by peer, without this rank's own (see copy_own).
+    `launch_number`: determines, with a value's position, how `fp8:stochastic` rounds it."""
     packing, send, recv = parse(text), Slabs.of(send_counts, rank), Slabs.of(recv_counts, rank)
     unpack: Callable[[torch.Tensor, torch.Tensor], None]
     if packing.kind == "largest":
@@ -45,7 +45,7 @@ def pack(
 def copy_own(
     x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int
 ) -> None:
-    """What this rank sends to itself: as it is."""
+    """Copy the rows that this rank sends to itself, uncompressed."""
     sent, received = _own_rows(send_counts, rank), _own_rows(recv_counts, rank)
     n, expected = sent.stop - sent.start, received.stop - received.start
     if n != expected:
@@ -61,13 +61,13 @@ def _own_rows(counts: torch.Tensor, rank: int) -> slice:
 
 
 def of_others(x: torch.Tensor, counts: torch.Tensor, rank: int) -> torch.Tensor:
-    """The rows of all ranks but this one."""
+    """The rows for or from all other ranks."""
     parts = around(x, counts, rank)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def around(x: torch.Tensor, counts: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    """The rows before those of this rank and those behind them, if there are any; at least one tensor."""
+    """The nonempty parts before and after this rank's rows; at least one tensor."""
     own = _own_rows(counts, rank)
     parts = [x[: own.start], x[own.stop :]]
     return [p for p in parts if p.shape[0]] or parts[:1]
@@ -80,7 +80,7 @@ def _narrow(x: torch.Tensor, packing: Packing, launch_number: int) -> torch.Tens
 
 
 def _rounding(x: torch.Tensor) -> Any:
-    """What rounds to fp8 where `x` is."""
+    """The module that rounds to fp8 on the device of `x`."""
     if not x.is_cuda:
         return rounding
     from freescale.kernels import rounding_triton
@@ -100,7 +100,7 @@ def _widen(packed: torch.Tensor, out: torch.Tensor, packing: Packing, counts: to
 
 
 def take_largest(x: torch.Tensor, slabs: Slabs, packing: Packing, clear: bool = False) -> torch.Tensor:
-    """compress(), on a GPU with one pass over memory. `clear`: what was taken becomes zero in `x`."""
+    """compress(); on a GPU in one pass over memory. `clear`: zero the selected values in `x`."""
     if x.is_cuda:
         from freescale.kernels import compression_triton
 
@@ -112,13 +112,13 @@ def take_largest(x: torch.Tensor, slabs: Slabs, packing: Packing, clear: bool = 
 
 
 def put_back(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Packing, add: bool = False) -> None:
-    """expand(), or with `add` to what stands in `out`."""
+    """expand(); with `add`, add to `out`."""
     if out.is_cuda:
         from freescale.kernels import compression_triton
 
         compression_triton.expand(packed, out, slabs, packing, add)
     elif add:
         places, values = entries_of(packed, slabs, packing, out.shape[1])
-        out.view(-1)[places] += values  # no place twice
+        out.view(-1)[places] += values  # positions are distinct
     else:
         expand(packed, out, slabs, packing)

@@ -1,14 +1,14 @@
-"""Samples to other ranks and back into a batch, for batches that are on the device already.
+"""Pack samples for other ranks and rebuild batches from received ones, for batches already on the device.
 
-`dispatch` packs the samples of many jagged features for all peers, `combine` makes a batch of what arrived. What
-travels in between is up to the caller: both fields of `PackedSamples` are ready for an all-to-all.
+`dispatch` packs the samples of many jagged features for all peers. `combine` builds a batch from what arrived. The
+caller does the communication: both fields of `PackedSamples` are ready for an all-to-all.
 
-Layout. Samples are brought into the order of `perm`; each peer takes the next few of them. For every size of element
-(1, 2, 4 or 8 bytes) there is one buffer without gaps: by peer, then by feature (in the order of `features`, those of
-that size), then by sample. The lengths are one tensor in the same order, of all features.
+Layout. Samples are ordered by `perm`; each peer takes the next ones. For each element size (1, 2, 4 or 8 bytes) there
+is one buffer without gaps: by peer, then by feature of that size (in the order of `features`), then by sample. The
+lengths of all features are one tensor in the same order.
 
-Sizes of outputs come from shapes and from numbers that the caller has on the CPU, so on a GPU nothing waits for the
-device. On a CPU tensor the same is done by the definitions at the end of this file.
+Output sizes come from shapes and from CPU numbers of the caller, so nothing waits for the device. CPU tensors use the
+definitions at the end of this file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-# Whatever the data type, elements are copied as integers of their size.
+# Elements are copied as integers of their size.
 ELEMENT_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Jagged(NamedTuple):
-    """One feature of a batch. Sample i has values[offsets[i] : offsets[i + 1]]; a dense one has offsets 0, 1, 2, ..."""
+    """One feature of a batch. Sample i is values[offsets[i] : offsets[i + 1]]; dense ones have offsets 0, 1, 2, ..."""
 
     values: torch.Tensor  # [entries, ...]
     offsets: torch.Tensor  # [samples + 1] int64, from 0 to the number of entries
@@ -39,7 +39,7 @@ class PackedSamples(NamedTuple):
 
 
 class FeatureSpec(NamedTuple):
-    """What all samples of a feature have in common."""
+    """Properties shared by all samples of a feature."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]  # of one entry
@@ -54,7 +54,7 @@ def spec_of(feature: Jagged) -> FeatureSpec:
 
 
 def dispatch(features: Sequence[Jagged], perm: torch.Tensor, peer_ends: torch.Tensor) -> PackedSamples:
-    """Pack. Place i takes sample perm[i] (a permutation); peer p gets places peer_ends[p - 1] up to peer_ends[p]."""
+    """Pack. Position i takes sample perm[i] (a permutation); peer p gets positions peer_ends[p - 1] to peer_ends[p]."""
     _check(features, perm, peer_ends)
     if not perm.is_cuda:
         return dispatch_reference(features, perm, peer_ends)
@@ -68,9 +68,9 @@ def combine(
     specs: Sequence[FeatureSpec],
     entries: Sequence[int],
 ) -> list[Jagged]:
-    """Unpack. `packed` holds the samples of every peer one after another, peer_ends[p] of them up to peer p; place i
-    of the batch takes the perm[i]-th of them. `entries` says how many entries each feature has in all; where that
-    contradicts the lengths, values are at the wrong places, but nothing beyond `packed` is read."""
+    """Unpack. `packed` holds the samples of every peer in order, peer_ends[p] of them up to peer p; position i of the
+    batch takes sample perm[i] of them. `entries` is the total number of entries of each feature. If it contradicts the
+    lengths, values are misplaced, but nothing past `packed` is read."""
     if not perm.is_cuda:
         return combine_reference(packed, perm, peer_ends, specs)
     return combine_on_device(packed, perm, peer_ends, specs, entries)
@@ -102,13 +102,13 @@ def _check_index(name: str, x: torch.Tensor) -> None:
 
 
 class _Layout(NamedTuple):
-    """What a set of features has in common for all batches. Rows are the features, ordered by size of element."""
+    """What a set of features has in common for all batches. Rows are the features, ordered by element size."""
 
     sizes: list[int]  # of elements, largest first
-    features: list[int]  # of each row
+    features: list[int]  # per row
     features_of_size: list[list[int]]  # for each size
-    table: np.ndarray  # see sample_packing_triton.py; without addresses
-    first_rows: list[int]  # of elements of 4, 2 and 1 bytes
+    table: np.ndarray  # see sample_packing_triton.py; addresses omitted
+    first_rows: list[int]  # of 4-, 2- and 1-byte elements
 
 
 @functools.lru_cache(maxsize=256)
@@ -131,15 +131,15 @@ def _feature_table(
     table = layout.table.copy()
     table[:, 0], table[:, 1] = values, offsets
     on_host = torch.from_numpy(table)
-    # pinned: from pageable memory the copy would wait for the device
+    # pinned: a copy from pageable memory would wait for the device
     return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
 
 def _allocate(
     layout: _Layout, counts: list[int], device: torch.device
 ) -> tuple[list[torch.Tensor], torch.Tensor, int]:
-    """One buffer for so many elements of each size: each size's part, the whole, and its bytes. Larger elements come
-    first, so every part is aligned to its own."""
+    """Allocate one buffer for the given counts of each element size. Returns each size's part, the whole, and its
+    bytes. Larger elements come first, so every part is aligned."""
     n_bytes = sum(n * size for n, size in zip(counts, layout.sizes, strict=True))
     whole = torch.empty(-(-n_bytes // 8), dtype=torch.int64, device=device)
     parts, begin = [], 0
@@ -222,7 +222,7 @@ def dispatch_reference(features: Sequence[Jagged], perm: torch.Tensor, peer_ends
 def combine_reference(
     packed: PackedSamples, perm: torch.Tensor, peer_ends: torch.Tensor, specs: Sequence[FeatureSpec]
 ) -> list[Jagged]:
-    received: list[list[torch.Tensor]] = [[] for _ in specs]  # of every feature, the samples in the order of arrival
+    received: list[list[torch.Tensor]] = [[] for _ in specs]  # per feature, in order of arrival
     consumed, lengths_read, first = dict.fromkeys(packed.data, 0), 0, 0
     for end in peer_ends.tolist():
         for f, spec in enumerate(specs):

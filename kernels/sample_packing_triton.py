@@ -1,9 +1,9 @@
-"""The launches behind sample_packing.py: tables of pieces, and one copy of many pieces at once, in Triton.
+"""GPU kernels of sample_packing.py: build tables of pieces, and copy all pieces in one launch, in Triton.
 
-A piece is one sample of one feature: consecutive bytes with one place to go. Pieces stand in slots, in the order in
-which they fill the output, larger elements first: slot k takes bytes bounds[k] ... bounds[k + 1] from address
-sources[k]. The output is cut into equal tiles, each tile looks up its slots, so time follows the bytes and neither the
-number of peers nor the length of one piece. Nothing here waits for the device, and no program waits for another.
+A piece is one sample of one feature: consecutive bytes with one destination. Pieces occupy slots in output order, with
+larger elements first. Slot k takes bytes bounds[k] ... bounds[k + 1] from address sources[k]. The output is cut into
+equal tiles, and each tile looks up its slots, so the time depends on the bytes, not on the number of peers or the
+length of one piece. Nothing here waits for the device, and no program waits for another.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The table of features (int64), a row each, ordered by size of element. Columns: 0 address of the values, packed
-# or not, 1 address of the offsets, 2 bytes of an entry; of the features with elements of this size: 3 the first row,
-# 4 how many they are; 5 number of the feature.
+# The feature table (int64) has one row per feature, ordered by element size. Columns: 0 address of the values (packed
+# or not), 1 address of the offsets, 2 bytes per entry, 3 first row with this element size, 4 rows with this element
+# size, 5 feature number.
 TILE = 4096  # bytes
-BLOCK = 128  # pieces or tiles of a program
+BLOCK = 128  # pieces or tiles per program
 
 
 @triton.jit
 def _first_above(ends, value, n, WAYS: tl.constexpr):
-    """Which of n ascending numbers is the first above the value; the last, if none is. Each step asks WAYS - 1 at once,
-    as all of them together take as long as one."""
+    """The first of n ascending numbers above the value, or the last if there is none. Each step makes WAYS - 1
+    independent probes, since these have the latency of one."""
     low = tl.zeros_like(value)
     span = n
     while span > 1:
@@ -37,7 +37,7 @@ def _first_above(ends, value, n, WAYS: tl.constexpr):
 
 @triton.jit
 def _slot(features, row, place, peer_ends, n_samples, n_features, n_peers):
-    """Where a place's piece stands among those of its size, and its length among all: by peer, then by feature."""
+    """The slot of a piece among those of its element size, and the index of its length: by peer, then by feature."""
     peer = _first_above(peer_ends, place, n_peers, 8)
     first = tl.load(peer_ends + peer - 1, mask=peer > 0, other=0)
     count = tl.load(peer_ends + peer) - first
@@ -48,7 +48,7 @@ def _slot(features, row, place, peer_ends, n_samples, n_features, n_peers):
 
 @triton.jit
 def _store_sizes(sizes, row, place, slot, size, live):
-    """Behind a zero, so that their running sum is the bounds."""
+    """Store after a leading zero, so that the running sum is the bounds."""
     tl.store(sizes + 1 + slot, size, mask=live)
     tl.store(sizes + place, tl.zeros_like(place), mask=(place + row) == 0)
 
@@ -103,8 +103,8 @@ def _find_tiles(
     features, bounds, sources, tiles, offsets, n_slots, n_tiles, n_samples,
     TILE: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Records of all tiles and of the one behind them: the slot that the first byte is in, its distance (address of the
-    source less place in the output), and where it ends. The programs after these write the offsets of a batch."""
+    """Store a record for each tile and one past the end: the slot of its first byte, the slot's distance (source
+    address minus output position), and the slot's end. The remaining programs write the offsets of a batch."""
     program, with_tiles = tl.program_id(0), n_tiles // BLOCK + 1
     if program < with_tiles:
         tile = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -126,8 +126,8 @@ def _copy_tile(
     low, distance, end, high, high_distance, bounds, sources, start, stop, out,
     T: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """The tile at `start`, in the smallest elements that stand there; nothing from `stop` on. A tile within one piece
-    is copied as it is; else every element finds the distance of its piece, among many by search."""
+    """Copy the tile at `start`, in the smallest element type it contains, up to `stop`. A tile within one piece is one
+    straight copy. Otherwise each element finds the distance of its piece, by search if there are many."""
     SIZE: tl.constexpr = T.primitive_bitwidth // 8
     if (low == high) & (start + TILE <= stop):
         lane = tl.arange(0, TILE // SIZE)
@@ -159,14 +159,13 @@ def _copy(
     tiles, bounds, sources, out, n_bytes, n_slots, first4, first2, first1,
     TILE: tl.constexpr, SMALL: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Fill the output from the pieces; elements of 4, 2 and 1 bytes begin at the named slots. The output's address is a
-    number: of a pointer the compiler knows the alignment, and gives each thread elements side by side, which is slower.
-    """
+    """Fill the output from the pieces; elements of 4, 2 and 1 bytes begin at the named slots. `out` is passed as a
+    number: for a pointer the compiler infers alignment and gives each thread adjacent elements, which is slower."""
     tile = tl.program_id(0).to(tl.int64)
     start, record = tile * TILE, tiles + tile * 4
     low, distance, end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-    high, high_distance = tl.load(record + 4), tl.load(record + 5)  # of the next tile
-    stop = tl.minimum(tl.load(bounds + n_slots), n_bytes)  # no byte is taken from behind the last piece
+    high, high_distance = tl.load(record + 4), tl.load(record + 5)  # next tile
+    stop = tl.minimum(tl.load(bounds + n_slots), n_bytes)  # never read past the last piece
     if high < first4:
         _copy_tile(low, distance, end, high, high_distance, bounds, sources, start, stop, out, tl.int64, TILE, 1, RUNS)
     elif high < first2:
@@ -183,7 +182,7 @@ def _copy(
 
 
 def dispatch_pieces(features, perm, peer_ends):
-    """Of samples to be packed: lengths, the bounds of each slot, where it comes from."""
+    """Lengths, slot bounds and slot sources for packing."""
     n, n_features = perm.shape[0], features.shape[0]
     lengths, sources, sizes = (perm.new_empty(n_features * n + more) for more in (0, 0, 1))
     grid = (triton.cdiv(n, BLOCK), n_features)
@@ -192,7 +191,7 @@ def dispatch_pieces(features, perm, peer_ends):
 
 
 def combine_pieces(features, perm, peer_ends, lengths):
-    """Of a batch made of received samples, feature by feature: the bounds of each slot, where it comes from."""
+    """Slot bounds and slot sources for a batch of received samples, feature by feature."""
     n, n_features, peers = perm.shape[0], features.shape[0], peer_ends.shape[0]
     sources, sizes, received = (perm.new_empty(n_features * n + more) for more in (0, 1, 1))
     grid = (triton.cdiv(n, BLOCK), n_features)
@@ -203,8 +202,8 @@ def combine_pieces(features, perm, peer_ends, lengths):
 
 
 def copy_pieces(features, bounds, sources, whole, n_bytes, first_slots, offsets=None):
-    """Fill `n_bytes` of a buffer from the pieces; where offsets [features, samples + 1] are given, fill them as well.
-    Elements of 4, 2 and 1 bytes begin at `first_slots`."""
+    """Fill `n_bytes` of a buffer from the pieces, and offsets [features, samples + 1] if given. Elements of 4, 2 and 1
+    bytes begin at `first_slots`."""
     n_slots, n_tiles = sources.shape[0], triton.cdiv(n_bytes, TILE)
     tiles = bounds.new_empty(4 * (n_tiles + 1))
     n_samples, grid = n_slots // features.shape[0], n_tiles // BLOCK + 1

@@ -1,32 +1,32 @@
-"""The dialect: every op's schema and fake. What an op computes is in reference.py (pack_rows: row_kernels.py).
+"""The dialect: schema and fake of every op. reference.py defines what an op computes (pack_rows: row_kernels.py).
 
-The rows themselves are not in the graph. An op names its table (`table`, an entry of table_registry.py) and
-reads or updates it in place; a *token*, an empty tensor of the table's width, data type and device, goes in and comes
-out to say what must happen before what. So a table is never copied, saved or functionalized, and the order of
-reads and updates is data flow like any other.
+Table rows are not graph values. An op names its table (`table`, an entry of table_registry.py) and reads or updates it
+in place. A *token*, an empty tensor with the table's width, dtype and device, goes in and comes out of such ops and
+orders them. So a table is never copied, saved or functionalized, and the order of reads and updates is ordinary data
+flow.
 
-Counts (rows per peer) are CPU int64 tensors of length world, so a graph does not grow with the world.
+Counts (rows per peer) are CPU int64 tensors of length world, so the graph does not grow with the world size.
 
-    plan_now                ids of this batch -> the plan of its exchange, everything urgent (collective); raises on
-                            every rank where an id or a KeyedJaggedTensor (`fault`) of any rank is wrong
-    checked_rows            ids of this batch -> rows of tables that every rank holds whole (collective); likewise
-    count_values            how many values each key of a KeyedJaggedTensor has, and what is wrong with it; with a group
-                            it raises on every rank where one is wrong (collective)
-    checked_weights         weights of ids, once every rank has said that it has as many as ids (collective)
-    expect_ids              raises unless the ids are the planned ones, and each key has as many as was planned
+    plan_now                ids of this batch -> plan of its exchange, everything urgent (collective); raises on every
+                            rank if any rank has an invalid id or KeyedJaggedTensor (`fault`)
+    checked_rows            ids of this batch -> rows of replicated tables (collective); raises likewise
+    count_values            values per key of a KeyedJaggedTensor, and what is wrong with it; given a group, it raises
+                            on every rank if any is malformed (collective)
+    checked_weights         weights of ids, after every rank confirmed that it has one weight per id (collective)
+    expect_ids              raises unless the ids, and their number per key, match the plan
     exchange_forward        rows from their owners to the ranks that requested them
-    exchange_backward       their gradients back, summed and applied by the owner
+    exchange_backward       their gradients back to the owner, which sums and applies them
     all_to_all_rows_launch  start of an all-to-all of table rows
     all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either. `transport` carries
-                            it (transports/selection.py), and `packing` says how rows travel (compression.py)
-    averaged_parameter      a dense parameter as it is; its gradient is averaged over the ranks by average_gradient
-    average_gradient        that of one parameter, at once (collective)
-    all_reduce_launch       start of the average of several gradients, in one buffer; wait_tensor waits for it. Where
-                            there is a `packing`, the largest values alone travel (packed_average.py)
-    pack_rows               rows of a table, one after another
+                            it (transports/selection.py); `packing` is the compression of rows (compression.py)
+    averaged_parameter      identity on a dense parameter; average_gradient averages its gradient over the ranks
+    average_gradient        average of one parameter's gradient, blocking (collective)
+    all_reduce_launch       start of the average of several gradients, in one buffer; wait_tensor waits for it. With a
+                            `packing`, only the largest values are sent (packed_average.py)
+    pack_rows               rows of a table
     sum_rows                sums of rows in a fixed order
     agree                   raises unless every rank of the group is about to run a graph with these launches (once)
-    update_                 the owner's optimizer step on unique rows; a late one as the step before would have done it
+    update_                 the owner's optimizer step on unique rows; a late one uses the settings of the previous step
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ direct_ops = DirectOps("freescale")
 
 
 def implement(name: str, function: Callable[..., Any], on_gpu: bool = False) -> None:
-    """What an op does; `on_gpu`: there, where it has a function of its own."""
-    # untraced: where a user's graph breaks, Dynamo must not try to compile the inside of an op
+    """Register the implementation of an op; with `on_gpu`, the one for CUDA."""
+    # untraced: after a graph break in user code, Dynamo must not try to compile the inside of an op
     function = dynamo.untraced(function)
     lib.impl(name, function, "CUDA" if on_gpu else "CompositeExplicitAutograd")
     direct_ops.add(name, function, on_gpu)
@@ -92,7 +92,7 @@ lib.define(
     "update_(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, int priority, str table) -> Tensor"
 )
 
-# Chunks that deserve the wire first have the lower number.
+# Lower numbers get the network first.
 URGENT, LATE, EARLY = 0, 1, 2
 PRIORITY_NAMES = {URGENT: "urgent", LATE: "late", EARLY: "early"}
 
@@ -192,15 +192,15 @@ def _update_(token, grad, rows, order, ends, priority, table):
 
 @torch.library.register_fake("freescale::agree", lib=lib)
 def _agree(first, launches, group_name, timeout):
-    # It changes nothing. Calling `first` changed keeps the op in the graph, before whoever reads `first` next; and what
-    # it returns is for Inductor, which before 2.13 orders nothing that returns nothing.
+    # `first` is unchanged. Declaring it mutated keeps the op in the graph, before the next reader of `first`. The
+    # result is for Inductor, which before 2.13 does not order ops that return nothing.
     return first.new_empty(0)
 
 
 for _op in ("all_to_all_rows_launch", "all_to_all_launch", "all_reduce_launch"):
     inductor.register_launch_lowering(getattr(torch.ops.freescale, _op))
 
-# What all ranks do together, a rank must do whose rows or gradients are none. Inductor would omit it from the graph of
-# such a batch, which uses nothing of what comes out, and the other ranks would wait.
+# A rank with no rows or gradients must still join collectives. Without this, Inductor would remove an op whose results
+# are unused in that batch's graph, and the other ranks would hang.
 _ops = inductor.ops_of("freescale")
 inductor.keep_unused(op for op in _ops if any(a.name in ("group_name", "group") for a in op._schema.arguments))

@@ -1,7 +1,7 @@
 """Names for the sharded tables of this process, so that an op can find the optimizer of the rows it updates.
 
-An op's arguments are tensors, numbers and text. Learning rate, optimizer state and FBGEMM's module are none
-of these, and they change without a recompilation; the op therefore carries a name, and the name leads here.
+Op arguments are tensors, numbers and strings. Learning rate, optimizer state and FBGEMM modules are none of these, and
+they change without a recompilation. So the op carries a name, which is looked up here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 
 class RegisteredTable(Protocol):
-    """Whatever an op can name."""
+    """Anything that an op can name."""
 
     def describe(self, feature: int) -> str:
-        """Feature and table in words, for error messages."""
+        """Name the feature and its table, for error messages."""
 
 
 class ShardedTable(RegisteredTable, Protocol):
@@ -30,37 +30,37 @@ class ShardedTable(RegisteredTable, Protocol):
         """[rows, dim], the storage itself."""
 
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """One optimizer step. `grads[i]` is all the gradient of `weight[rows[i]]`; rows unique, ascending."""
+        """Take one optimizer step. `grads[i]` is the full gradient of `weight[rows[i]]`; rows are unique and
+        ascending."""
 
     def settings(self) -> Any:
-        """What else an update depends on, as it is now: the learning rate and the like."""
+        """Current values of everything else that an update depends on, such as the learning rate."""
 
     def set_settings(self, settings: Any) -> None:
-        """As `settings` returned them."""
+        """Restore what `settings` returned."""
 
-    # A table may also have stored(), the tensors that an update may write, where that is not `weight` alone;
-    # count_step(), called before the first update of each step, or count_lookup(), called in each
-    # forward pass, where an update depends on the number of either; and for a GPU: sum_and_update(grad, rows, order,
-    # ends), which sums the duplicates as sum_rows does and takes the step at once; and gather(rows), where its rows are
-    # not simply those of `weight`.
+    # Optional: stored(), the tensors that an update may write, if not only `weight`; count_step(), called before the
+    # first update of each step, and count_lookup(), called in each forward pass, if an update depends on their number;
+    # on a GPU sum_and_update(grad, rows, order, ends), which sums duplicates as sum_rows does and takes the step in one
+    # pass; and gather(rows), if the rows are not simply those of `weight`.
 
 
 _ops = torch.ops.freescale
 _tables: WeakValueDictionary[str, RegisteredTable] = WeakValueDictionary()
 _times_registered: Counter[str] = Counter()  # per preferred name
-# How often each was updated: tells, after a step that failed, whether its update had run already.
+# Updates per table: after a failed step, tells whether its update had already run.
 update_counts: Counter[str] = Counter()
-backward_update_counts: Counter[str] = Counter()  # of those, by backward passes themselves: the others are late
-last_step_settings: dict[str, Any] = {}  # of each table in its last update that was not a late one
+backward_update_counts: Counter[str] = Counter()  # of those, the ones in backward passes; the others are late
+last_step_settings: dict[str, Any] = {}  # per table, of its last update that was not late
 _watched: WeakValueDictionary[str, WatchedTable] = WeakValueDictionary()
-_own_writes: Counter[int] = Counter()  # of all tables that share their storage, by its id: what updates added
-_after_backward: dict[str, list[Callable[[], None]]] = {}  # by table: who wants to know of such an update
+_own_writes: Counter[int] = Counter()  # writes by updates, per storage id, summed over the tables that share it
+_after_backward: dict[str, list[Callable[[], None]]] = {}  # by table: callbacks after such an update
 
 
 def register(table: RegisteredTable, preferred_name: str) -> str:
-    """Register `table` under `preferred_name`, with a number added if a table of this process has had that name.
+    """Register `table` under `preferred_name`; a number is appended if the name was taken in this process.
 
-    A name is part of what ranks compare, so it must not depend on when a rank collects its garbage.
+    Ranks compare names, so a name must not depend on when a rank's garbage is collected.
     """
     _times_registered[preferred_name] += 1
     times = _times_registered[preferred_name]
@@ -70,9 +70,9 @@ def register(table: RegisteredTable, preferred_name: str) -> str:
 
 
 class WatchedTable:
-    """Tells whether anything but an update writes to a table: torch counts all writes that it sees.
+    """Detects writes to a table other than updates, through torch's version counter.
 
-    Not those through `.data` or in a kernel of the user's own.
+    Writes through `.data` or in user-written kernels are not seen.
     """
 
     def __init__(self, table: ShardedTable) -> None:
@@ -86,12 +86,12 @@ class WatchedTable:
         _own_writes[self._key] += writes
 
     def other_writes(self) -> int:
-        """A number that changes with every write that is not an update's."""
+        """A number that changes with every write that is not an update."""
         return self.version() - _own_writes[self._key]
 
 
 def watch(name: str) -> WatchedTable:
-    """Its writes are told apart for as long as the caller keeps this."""
+    """Watch a table's writes for as long as the caller keeps the result."""
     watched = _watched.get(name)
     if watched is None:
         watched = _watched[name] = WatchedTable(cast(ShardedTable, get_table(name)))
@@ -99,9 +99,9 @@ def watch(name: str) -> WatchedTable:
 
 
 def count_lookup(name: str) -> None:
-    """A forward pass has begun to look up rows."""
+    """Called when a forward pass starts to look up rows."""
     table: Any = _tables.get(name)
-    if hasattr(type(table), "count_lookup"):  # (a module takes ten microseconds to say what it does not have)
+    if hasattr(type(table), "count_lookup"):  # hasattr on a module's instance takes 10 us when it fails
         table.count_lookup()
 
 
@@ -113,8 +113,8 @@ def gather_rows(name: str, rows: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def table_for_update(name: str, late: bool) -> Iterator[ShardedTable]:
-    """The table, to be updated. A late update belongs to the step before: it is done with the settings of that one,
-    whatever a schedule has made of them since."""
+    """The table to update. A late update belongs to the previous step and uses that step's settings, regardless of
+    schedules since."""
     table = cast(ShardedTable, get_table(name))
     if not late and hasattr(table, "count_step"):
         table.count_step()
@@ -141,8 +141,8 @@ def table_for_update(name: str, late: bool) -> Iterator[ShardedTable]:
 
 
 def call_after_backward(names: Sequence[str], call: Callable[[], None]) -> Callable[[], None]:
-    """Whenever a backward pass has updated one of the tables: in the thread of that pass, and near its end, as a lookup
-    is near the begin of a forward pass. Returns a function that ends it."""
+    """Call `call` after each backward pass that updates one of the tables, in that pass's thread and near its end.
+    Returns a function that removes the callback."""
     for name in names:
         _after_backward.setdefault(name, []).append(call)
 
@@ -160,6 +160,6 @@ def get_table(name: str) -> RegisteredTable:
         return _tables[name]
     except KeyError:
         raise RuntimeError(
-            f"freescale: no table is called {name!r} any more: "
-            "the model that this graph was compiled for is gone"
+            f"freescale: table {name!r} is no longer registered: "
+            "the model that this graph was compiled for was freed"
         ) from None

@@ -1,6 +1,6 @@
-"""What planning a batch results in (native_batch.py).
+"""Results of planning a batch (native_batch.py).
 
-The arrays of all exchanges stand in one piece of int64 memory, from which one copy brings them to a device.
+The arrays of all exchanges share one int64 buffer, so that one copy moves them to a device.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The arrays of an exchange: first those for the rows of a batch,
+# Arrays of one exchange: first those for the rows of a batch,
 ROWS_ARRAYS = ("ids", "inverse", "order", "ends", "early_rows", "urgent_rows")
-# then those for the gradients of the batch before it: which keys, the owner's distinct rows, their order and ends.
+# then those for the gradients of the previous batch: which keys, then the owner's distinct rows, their order and ends.
 GRADIENT_ARRAYS = tuple(
     f"{kind}_{name}" for kind in ("urgent", "late") for name in ("keys", "rows", "order", "ends")
 )
-ALIGNMENT = 16  # elements: 128 bytes, as the device's own allocations have at least 16
+ALIGNMENT = 16  # elements: 128 bytes; device allocations are at least 16-byte aligned
 
 
 class ExchangeCounts(NamedTuple):
-    """[world] each: rows that come from owners (recv) and go to requesters (send). Gradients go the other way."""
+    """[world] each: rows from owners (recv) and to requesters (send). Gradients go the other way."""
 
     urgent_recv: torch.Tensor
     urgent_send: torch.Tensor
@@ -29,20 +29,20 @@ class ExchangeCounts(NamedTuple):
     other_send: torch.Tensor
 
 
-Told = tuple[int, int]  # two numbers that ranks tell each other with a batch; planning does not look at them
+Told = tuple[int, int]  # two numbers that ranks exchange with a batch; opaque to planning
 NOTHING: Told = (-1, 0)
 
 
 class Extent(NamedTuple):
-    """Of an array in the memory, in elements."""
+    """Offset and size of an array in the buffer, in elements."""
 
     offset: int
     size: int
 
 
 class Extents:
-    """Of several arrays, as the C code writes and reads them: `numbers` is a ctypes array of int64 with the offset and
-    the size of each; of those, the ones from `begin` to `end`."""
+    """Extents of several arrays, as the C code writes and reads them: `numbers` is a ctypes array of int64 with the
+    offset and size of each; these are the ones from `begin` to `end`."""
 
     __slots__ = ("numbers", "begin", "end")
 
@@ -66,7 +66,7 @@ class Extents:
 
 
 class Copy(NamedTuple):
-    """Addresses, and a number of bytes."""
+    """Source and destination addresses, and bytes."""
 
     to: int
     from_: int
@@ -74,7 +74,7 @@ class Copy(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Memory for plans, and what else is to be copied when they are made."""
+    """Memory for plans, and other copies to make when they are planned."""
 
     address: int
     elements: int
@@ -82,14 +82,14 @@ class Room(NamedTuple):
 
 
 class PlannedExchange(NamedTuple):
-    """One exchange of a batch."""
+    """The plan of one exchange of a batch."""
 
     rows: Extents
     row_counts: ExchangeCounts
     urgent_entries: int  # positions with urgent rows
-    gradients: Extents  # of the batch before, of no size after the first; in whole plans, of the batch itself
+    gradients: Extents  # of the previous batch (empty for the first); in self-contained plans, of this batch
     gradient_counts: ExchangeCounts
 
 
-# How many elements were written, and what reads the plans: called when and where they are needed.
+# Elements written, and a function that reads the plans, called when and where they are needed.
 Planned = tuple[int, Callable[[], list[PlannedExchange]]]

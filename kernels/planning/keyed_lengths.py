@@ -1,7 +1,7 @@
-"""What can be wrong with the lengths of a KeyedJaggedTensor, in TorchRec's words where it has some. On the CPU.
+"""Checks of a KeyedJaggedTensor's lengths, with TorchRec's error messages where it has them. On the CPU.
 
-TorchRec looks at the first batch of a collection that pools. Here every batch is looked at, since what is wrong with
-one would be read past the end of its values.
+TorchRec checks only the first batch, for pooled collections. Here every batch is checked, since a malformed one would
+be read past the end of its values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NONE, SUM, NEGATIVE, FIRST_OFFSET, OFFSETS, KEYS, UNEVEN = range(len(_SENTENCES)
 
 
 class Fault(NamedTuple):
-    kind: int  # as numbers, to be told to other ranks
+    kind: int  # numbers, since they are sent to other ranks
     found: int = 0
     wanted: int = 0
 
@@ -42,7 +42,7 @@ def are_unique(keys: Sequence[str]) -> bool:
 def find_fault(
     keys: int, unique_keys: bool, lengths: torch.Tensor, offsets: torch.Tensor | None, values: int
 ) -> Fault:
-    """`keys`, `values`: how many there are. `lengths`: of all keys, in one row."""
+    """`keys`, `values`: their counts. `lengths`: of all keys, in one row."""
     if not unique_keys:
         return Fault(KEYS)
     if lengths.numel() % keys:

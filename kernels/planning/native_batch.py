@@ -1,6 +1,6 @@
-"""Planning of batches in C, with the other ranks (batch_plan.c): one call for a batch, without the GIL.
+"""Batch planning with the other ranks, in C (batch_plan.c): one call per batch, without the GIL.
 
-Two, where the caller's guess of the room that its plans need was too small.
+If the caller's guess of the plans' size was too small, it takes a second call.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from freescale.kernels.planning.rank_mesh import GroupMesh, RankMesh
 _ARRAYS = len(ROWS_ARRAYS) + len(GRADIENT_ARRAYS)
 _COUNTS = 2 * len(ExchangeCounts._fields)  # of rows, of gradients
 _NO_ROOM = Room(0, 0)
-_GO_ON = 1  # what fs_request_and_plan returns if all ranks go on, and more if the batch is planned, too
+_GO_ON = 1  # fs_request_and_plan returns this if all ranks proceed, and more if the batch is also planned
 
 
 class _Result(ctypes.Structure):
-    """plan_result."""
+    """struct plan_result."""
 
     _fields_ = [
         ("layout", ctypes.c_int64 * (2 * _ARRAYS)),
@@ -48,10 +48,10 @@ class _Result(ctypes.Structure):
 
 
 class BatchPlan:
-    """Plans the batches of a loop, of some exchanges, one after the other, with the other ranks.
+    """Plans the batches of one loop for its exchanges, in order, together with the other ranks.
 
-    One for self-contained plans (`whole`) finds no collisions: all rows of a batch are urgent. So are its gradients,
-    which are planned together with them."""
+    With `whole`, plans are self-contained: they find no collisions, so all rows of a batch are urgent, and its
+    gradients are planned together with them."""
 
     def __init__(
         self, mesh: RankMesh | GroupMesh, tables: Sequence[ExchangeTables], timeout: float, whole: bool = False
@@ -61,17 +61,17 @@ class BatchPlan:
         self._mesh, self._timeout, self.whole = mesh, timeout, whole
         self._world, self._exchanges = mesh.world, len(owners)
         self._owners = (native_plan.RowOwners * len(owners))(*owners)
-        self._kept = owners  # a copy of a structure does not keep what it points to
+        self._kept = owners  # a structure does not keep its pointers' targets alive
         of_owners = len(owners), ctypes.addressof(self._owners)
         address = functions.fs_new_batch_plan(mesh.address, mesh.world, *of_owners, whole)
         self._address = native_plan.require_memory(address)
         # Not at exit: a thread may still be waiting in C.
         weakref.finalize(self, functions.fs_free_batch_plan, self._address).atexit = False
-        self._results: Any = None  # of the batch that is planned
-        self._counts: np.ndarray = np.empty(0)  # that they point to
-        self._planned_in: Room | None = None  # where `request` has planned the batch already
+        self._results: Any = None  # of the batch being planned
+        self._counts: np.ndarray = np.empty(0)  # they point into this array
+        self._planned_in: Room | None = None  # set if `request` has already planned the batch
         self._headers = np.empty((mesh.world, row_requests.header_width(len(owners))), dtype=np.int64)
-        self._ids: native_plan.FeatureIds | None = None  # of the batch that is planned
+        self._ids: native_plan.FeatureIds | None = None  # of the batch being planned
         self._headers_address = native_plan.address_of(self._headers)
         self._needed, self._used, self._failed = answers = [ctypes.c_int64() for _ in range(3)]
         self._needed_address, self._used_address, self._failed_address = map(ctypes.addressof, answers)
@@ -79,10 +79,10 @@ class BatchPlan:
     def request(
         self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, tell: Told = NOTHING
     ) -> row_requests.Headers | None:
-        """Tell the other ranks what this one requests (ids of all features of all exchanges; status 0), or that it does
-        not go on (no ids). Returns None if all ranks go on with valid ids, else what they say. Collective.
+        """Tell the other ranks which rows this rank requests (ids of all features of all exchanges, status 0), or that
+        it stops (no ids). Returns None if all ranks proceed with valid ids, else what they reported. Collective.
 
-        Where all go on and `room` is enough, it may do at once what `plan` would do with it."""
+        If all ranks proceed and `room` is large enough, it may also do the work of `plan`."""
         self._ids = None if ids is None else native_plan.FeatureIds(ids)
         address = None if self._ids is None else ctypes.addressof(self._ids)
         memory, elements, copies = room if room is not None else _NO_ROOM
@@ -96,17 +96,17 @@ class BatchPlan:
 
     @property
     def told(self) -> np.ndarray:
-        """[ranks, 2]: what each rank has told with the batch that is planned."""
+        """[ranks, 2]: the numbers that each rank sent with the current batch."""
         return row_requests.told(self._headers)
 
     @property
     def needed(self) -> int:
-        """At most so many elements does `plan` write."""
+        """Upper bound on the elements that `plan` writes."""
         return self._needed.value
 
     def plan(self, room: Room) -> Planned:
-        """When all ranks go on: plan the rows of the batch and the gradients of the one before it; in self-contained
-        plans, of the same batch. Collective."""
+        """Plan the rows of the batch and the gradients of the previous one (of the same batch in self-contained plans),
+        after all ranks agreed to proceed. Collective."""
         assert self._ids is not None
         if self._planned_in is not room:
             answer = native_plan.library().fs_plan_batch(
@@ -118,17 +118,17 @@ class BatchPlan:
 
     @property
     def needed_for_last(self) -> int:
-        """At most so many elements does `plan_last` write."""
+        """Upper bound on the elements that `plan_last` writes."""
         return native_plan.library().fs_room_of_last(self._address)
 
     def plan_last(self, room: Room) -> Planned:
-        """The gradients of the batch that came last: all are urgent."""
+        """Plan the gradients of the last batch: all are urgent."""
         results = self._new_results()
         self._checked(native_plan.library().fs_plan_last(self._address, room.address, self._used_address, results))
         return self._read_results()
 
     def _new_results(self) -> int:
-        """Their address; of no arrays so far. What was planned before keeps its own."""
+        """Allocate results and return their address. Results of earlier plans stay valid."""
         self._results = (_Result * self._exchanges)()
         self._counts = np.zeros((self._exchanges, _COUNTS, self._world), dtype=np.int64)
         address = native_plan.address_of(self._counts)
@@ -144,7 +144,7 @@ class BatchPlan:
         if native_plan.checked(result) < 0:
             if self._mesh.failure is not None:
                 raise self._mesh.failure
-            what = "has left" if result == native_plan.RANK_LEFT else f"has not answered within {self._timeout:g} s"
+            what = "disconnected" if result == native_plan.RANK_LEFT else f"did not respond within {self._timeout:g} s"
             raise RuntimeError(f"rank {self._failed.value} {what}")
         return result
 
@@ -156,7 +156,7 @@ def _numbers(copies: Sequence[Copy]) -> Any:
 def _read(result: Any, counts: np.ndarray, whole: bool) -> PlannedExchange:
     layout, c = result.layout, _COUNTS // 2
     row_counts = ExchangeCounts(*map(torch.from_numpy, counts[:c]))
-    # A whole plan's gradients go back where its rows came from.
+    # The gradients of a self-contained plan go back along the path of its rows.
     gradient_counts = row_counts if whole else ExchangeCounts(*map(torch.from_numpy, counts[c:]))
     rows, gradients = Extents(layout, 0, len(ROWS_ARRAYS)), Extents(layout, len(ROWS_ARRAYS), _ARRAYS)
     return PlannedExchange(rows, row_counts, result.urgent_entries, gradients, gradient_counts)
@@ -165,9 +165,9 @@ def _read(result: Any, counts: np.ndarray, whole: bool) -> PlannedExchange:
 def plan_alone(
     ids: Sequence[torch.Tensor], tables: ExchangeTables, table: str, group: dist.ProcessGroup, fault: Fault = NO_FAULT
 ) -> tuple[torch.Tensor, ...]:
-    """A self-contained plan of one batch of one exchange: what the op plan_now returns, on the CPU. Collective.
+    """Plan one batch of one exchange self-contained, on the CPU; the result is that of the op plan_now. Collective.
 
-    An invalid id on any rank raises on every rank, and so does a fault of what the ids are from."""
+    An invalid id or a malformed KeyedJaggedTensor on any rank raises on every rank."""
     try:
         mesh = GroupMesh(group)
     except RuntimeError:  # no C library

@@ -1,6 +1,6 @@
-"""The functions of the C planner (native/batch_plan.c, planning.c, mesh.c), and what they take, as ctypes.
+"""ctypes signatures and argument types of the C planner (native/batch_plan.c, planning.c, mesh.c).
 
-None of them holds the GIL while it works: planning takes place beside the training thread.
+Its functions release the GIL, so planning runs concurrently with the training thread.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from freescale.kernels.native import c_library
 
 NO_MEMORY = -1
-_KNOWN = (torch.int32, torch.int64)  # types of ids
-_SIGNATURES = {  # P: pointer, n: number, d: double, v: nothing; the result comes first
+_KNOWN = (torch.int32, torch.int64)  # id dtypes
+_SIGNATURES = {  # P: pointer, n: integer, d: double, v: void; the result comes first
     "fs_new_mesh": "PnnPP",
     "fs_free_mesh": "vP",
     "fs_all_same": "nPPndP",
@@ -31,12 +31,12 @@ _SIGNATURES = {  # P: pointer, n: number, d: double, v: nothing; the result come
 }
 
 
-RANK_LEFT = -3  # what a function returns where a rank has gone
+RANK_LEFT = -3  # returned if a rank disconnected
 
 
 @cache
 def library() -> Any:
-    """The compiled functions."""
+    """Load the C library and declare its functions."""
     functions = c_library.require()
     types = {"P": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double, "v": None}
     for name, kinds in _SIGNATURES.items():
@@ -47,7 +47,7 @@ def library() -> Any:
 
 def require_memory(address: int | None) -> int:
     if not address:
-        raise MemoryError("freescale: no memory left to plan a batch")
+        raise MemoryError("freescale: out of memory while planning a batch")
     return address
 
 
@@ -57,7 +57,7 @@ def checked(result: int) -> int:
 
 
 def tensor(array: np.ndarray) -> torch.Tensor:
-    # An empty array may have stride 0, and a compiled graph would tell that from stride 1.
+    # An empty array may have stride 0, and a compiled graph would specialize on that.
     return torch.from_numpy(array) if array.size else torch.empty(0, dtype=torch.int64)
 
 
@@ -71,7 +71,7 @@ class FeatureIds(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("ids", "lengths", "is_int64")]
 
     def __init__(self, ids: Sequence[torch.Tensor]) -> None:
-        # Only what is of another type or layout is copied.
+        # Ids of another dtype or layout are copied.
         ids = [i if i.dtype in _KNOWN and i.is_contiguous() else i.long().contiguous() for i in ids]
         self.tensors = ids
         numbers = ctypes.c_int64 * len(ids)

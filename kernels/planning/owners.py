@@ -1,7 +1,7 @@
-"""Which rank owns which row of the tables of an exchange.
+"""Which rank owns which row of an exchange's tables.
 
-Every row that an exchange serves has a *key*: owners one after the other, each owner's rows in their order.
-So sorting keys groups them by owner, and a key minus its owner's first key is the row in the owner's shard.
+Every row of an exchange has a *key*. Keys are numbered owner by owner, in the order of each owner's rows. So sorting
+keys groups them by owner, and a key minus its owner's first key is the row in the owner's shard.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ class Shard:
     """Consecutive rows of one table on one rank."""
 
     table: int
-    first: int  # first row of the table that it holds
+    first: int  # first row of the table in this shard
     rows: int
     owner: int
-    base: int  # where it begins in the owner's storage
+    base: int  # start in the owner's storage
 
 
 class OwnerMap(NamedTuple):
-    """Table row -> key, as three tensors. A table's rows are numbered after those of the tables before it."""
+    """Table row -> key, as three tensors. Row numbers continue from one table to the next."""
 
     bounds: torch.Tensor  # [shards] first row number of each shard, ascending
-    shifts: torch.Tensor  # [shards] what to add to a row number of that shard to get its key
-    starts: torch.Tensor  # [world + 1] first key of each owner
+    shifts: torch.Tensor  # [shards] first row number of each shard, ascending
+    starts: torch.Tensor  # [shards] key minus row number, per shard
 
 
 class ExchangeTables(NamedTuple):
-    """The tables of an exchange: for each feature the row number of its table's row 0, and its table's rows."""
+    """The tables of an exchange: for each feature, the row number of its table's row 0, and its table's row count."""
 
     first_rows: Sequence[int]
     table_sizes: Sequence[int]
@@ -42,9 +42,9 @@ class ExchangeTables(NamedTuple):
 
 
 def require_covered(shards: Sequence[Shard], table_rows: Sequence[int], tables: Mapping[int, str]) -> None:
-    """Every row of every table is in one shard. `tables`: in words, for errors."""
-    ends = [0] * len(table_rows)  # of what is covered
-    whole = [Shard(table, rows, 0, 0, 0) for table, rows in enumerate(table_rows)]  # nothing, after the last row
+    """Raise unless every row of every table is in exactly one shard. `tables`: descriptions for errors."""
+    ends = [0] * len(table_rows)  # covered so far
+    whole = [Shard(table, rows, 0, 0, 0) for table, rows in enumerate(table_rows)]  # sentinels after the last row
     for s in sorted((*(s for s in shards if s.rows > 0), *whole), key=lambda s: (s.table, s.first, s.rows)):
         end = ends[s.table]
         if s.first == end and end + s.rows <= table_rows[s.table]:
@@ -60,7 +60,7 @@ def require_covered(shards: Sequence[Shard], table_rows: Sequence[int], tables: 
 def owner_map(
     shards: Sequence[Shard], table_rows: Sequence[int], world: int, tables: Mapping[int, str] = MappingProxyType({})
 ) -> OwnerMap:
-    """`tables`: in words, for errors."""
+    """`tables`: descriptions for errors."""
     require_covered(shards, table_rows, tables)
     rows_of_owner = [0] * world
     for s in shards:
@@ -84,7 +84,7 @@ def first_row_of_each_table(table_rows: Sequence[int]) -> list[int]:
 
 
 class InvalidId(NamedTuple):
-    """The first id that its table does not have."""
+    """The first id outside its table."""
 
     feature: int
     id: int

@@ -1,8 +1,8 @@
-"""Connections between ranks, sockets that C uses without the GIL (native/mesh.c).
+"""Socket connections between ranks that C uses without the GIL (native/mesh.c).
 
-For planning, one for each pair of ranks; to compare a few numbers, from each rank to a few others. Where ranks cannot
-connect, or plan in the step itself, C calls back for each exchange, which then goes over a process group. That acquires
-and releases the GIL several times, and the training thread waits for it each time.
+Planning connects every pair of ranks; comparing a few numbers connects each rank to a few others. If ranks cannot
+connect, or plan within the step, C calls back into Python for each exchange, which then uses a process group. That path
+acquires and releases the GIL several times, and the training thread waits for it each time.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _LOOPBACK = "127.0.0.1"
 
 
 class RankMesh:
-    """One rank's connections. `address`: of C's mesh."""
+    """One rank's connections. `address`: the C mesh."""
 
-    failure = None  # as of GroupMesh
+    failure = None  # see GroupMesh
 
     def __init__(self, connections: Sequence[socket.socket | None], rank: int) -> None:
         self._connections = [c for c in connections if c is not None]
@@ -52,7 +52,8 @@ class RankMesh:
         weakref.finalize(self, _close, self.address, self._connections).atexit = False
 
     def all_same(self, numbers: Sequence[int], timeout: float) -> bool:
-        """Whether all ranks say the same. Raises where a rank is gone, or has not come in time. Collective.
+        """Whether the numbers are the same on all ranks. Raises if a rank disconnected or did not arrive in time.
+        Collective.
 
         Needs the connections of `peers_to_compare`."""
         own, failed = (ctypes.c_int64 * len(numbers))(*numbers), ctypes.c_int64()
@@ -60,8 +61,10 @@ class RankMesh:
             self.address, ctypes.addressof(own), len(numbers), timeout, ctypes.addressof(failed)
         )
         if same < 0:
-            # It may be waiting for another one itself.
-            raise RuntimeError(f"rank {failed.value} {'is gone' if same == native_plan.RANK_LEFT else 'has not come'}")
+            # That rank may itself be waiting for another one.
+            raise RuntimeError(
+                f"rank {failed.value} {'disconnected' if same == native_plan.RANK_LEFT else 'did not arrive'}"
+            )
         return bool(same)
 
     def give_up(self) -> None:
@@ -69,7 +72,7 @@ class RankMesh:
         native_plan.library().fs_give_up(self.address)
 
     def hang_up(self) -> None:
-        """What the others wait for fails at once, and what this rank waits for too."""
+        """Close the connections: waits on this rank and on its peers fail at once."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -82,7 +85,7 @@ def _close(address: int, connections: Sequence[socket.socket]) -> None:
 
 
 class _Messages(ctypes.Structure):
-    """messages: consecutive ones of one kind, one for each rank."""
+    """`struct messages` in C: consecutive messages of one kind, one per rank."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("send", "recv", "send_counts", "recv_counts")]
     _fields_ += [("width", ctypes.c_int64)]
@@ -92,12 +95,12 @@ _CARRIER = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(_Messages), ctypes.c_
 
 
 class GroupMesh:
-    """In place of connections, a process group. `failure`: what it has failed with, which C cannot raise."""
+    """A process group used instead of connections. `failure`: an exception raised in it, which C cannot propagate."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.world = group.size()
         self._failures: list[BaseException] = []
-        # A rank that is alone sends nothing. (No reference from the function to this object: it would be a cycle.)
+        # A single rank sends nothing. (The function does not reference this object, to avoid a reference cycle.)
         self._carrier = _carrier(group, self._failures) if self.world > 1 else None
         new_mesh, connections = native_plan.library().fs_new_mesh, (ctypes.c_int * self.world)(*[-1] * self.world)
         self.address = native_plan.require_memory(new_mesh(self.world, group.rank(), connections, self._carrier))
@@ -125,21 +128,21 @@ def _carrier(group: dist.ProcessGroup, failures: list[BaseException]) -> Any:
 
 
 class _Bytes:
-    """[n, width] at an address, as NumPy takes it. (An array of ctypes would be a new type for each size.)"""
+    """[n, width] at an address, for NumPy. (A ctypes array would create a new type per size.)"""
 
     def __init__(self, address: int, n: int, width: int) -> None:
         self.__array_interface__ = {"data": (address, False), "shape": (n, width), "typestr": "|u1", "version": 3}
 
 
 def _bytes(address: int, n: int, width: int) -> torch.Tensor:
-    """Without a copy."""
+    """A tensor on existing memory, without a copy."""
     return torch.from_numpy(np.asarray(_Bytes(address, n, width))) if n else torch.empty(0, width, dtype=torch.uint8)
 
 
 def all_to_all_cpu(
     out: torch.Tensor, x: torch.Tensor, recv: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
 ) -> None:
-    """All-to-all of small CPU tensors over any group; one without CPU transport sends from its device."""
+    """All-to-all of small CPU tensors over any group; a group without a CPU backend goes through its device."""
     devices = distributed.devices_of_group(group)
     if "cpu" in devices:
         distributed.all_to_all(out, x, list(recv), list(send), group)
@@ -150,25 +153,25 @@ def all_to_all_cpu(
 
 
 def peers_to_compare(rank: int, world: int) -> set[int]:
-    """Those that `RankMesh.all_same` tells, and those that tell this rank."""
+    """Ranks that `RankMesh.all_same` sends to or receives from."""
     distances = [1 << i for i in range((world - 1).bit_length())]
     return {(rank + sign * d) % world for d in distances for sign in (1, -1)} - {rank}
 
 
 class _Place(NamedTuple):
-    """Where a rank can be called, or why it cannot."""
+    """A rank's listening address, or why it has none."""
 
     problem: str
-    no_library: str = ""  # why it has no C library
+    no_library: str = ""  # why its C library is unavailable
     network: tuple[str, int] = ("", 0)
     addresses: tuple[str, ...] = ()
     port: int = 0
-    token: bytes = b""  # that only the ranks know
+    token: bytes = b""  # secret shared by the ranks
 
 
 def open_mesh(group: dist.ProcessGroup, peers: Collection[int] | None = None) -> RankMesh | None:
-    """Connect the ranks of a CPU group, each with all others or with `peers`; None, on every rank, where that cannot be
-    done. Collective. A rank is a peer of its peers. Raises on every rank if one has no C library."""
+    """Connect the ranks of a CPU group, each to all others or to `peers` (a symmetric relation). Returns None on every
+    rank if that fails. Raises on every rank if one has no C library. Collective."""
     rank, world = group.rank(), group.size()
     peers = set(range(world) if peers is None else peers) - {rank}
     connections: list[socket.socket | None] = [None] * world
@@ -189,12 +192,12 @@ def open_mesh(group: dist.ProcessGroup, peers: Collection[int] | None = None) ->
         connection.close()
     if rank == 0:
         failed, words = next((r, p) for r, p in enumerate(problems) if p)
-        log.warning("freescale: planning goes through gloo, which is slower: rank %d: %s", failed, words)
+        log.warning("freescale: planning falls back to gloo, which is slower: rank %d: %s", failed, words)
     return None
 
 
 def _open_listener(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _Place]:
-    """Never raises: the other ranks are to hear of it."""
+    """Never raises: the problem is reported to the other ranks."""
     if why := c_library.problem():
         return None, _Place("", why)
     try:
@@ -202,14 +205,14 @@ def _open_listener(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _
         port, token = listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES)
         return listener, _Place("", "", _network(), tuple(_addresses()), port, token)
     except OSError as error:
-        return None, _Place(f"it cannot be called: {error}")
+        return None, _Place(f"cannot listen for connections: {error}")
 
 
 def _try_to_connect(
     connections: list[socket.socket | None], rank: int, peers: set[int], places: Sequence[_Place],
     listener: socket.socket,
 ) -> str:  # fmt: skip
-    """What went wrong, in words."""
+    """Return what went wrong, or an empty string."""
     try:
         _connect(connections, rank, peers, places, listener)
         return ""
@@ -224,7 +227,7 @@ def _listen() -> socket.socket:
 
 
 def _network() -> tuple[str, int]:
-    """The same for ranks that reach each other over the loopback interface."""
+    """An id that is equal for ranks that reach each other over the loopback interface."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot, os.stat("/proc/self/ns/net").st_ino
@@ -232,7 +235,7 @@ def _network() -> tuple[str, int]:
 
 
 def _addresses() -> list[str]:
-    """Where this host may be reached; the way to the ranks' store first."""
+    """Addresses of this host; the one that routes to the ranks' store comes first."""
     found = []
     if host := distributed.store_host():
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -250,18 +253,18 @@ def _connect(
     connections: list[socket.socket | None], rank: int, peers: set[int], ranks: Sequence[_Place],
     listener: socket.socket,
 ) -> None:  # fmt: skip
-    """Every rank calls its peers before it and is called by those behind it. A caller says who it is, and a secret of
-    the rank that it calls, which answers with the caller's: so both know that they have not got somebody else."""
+    """Connect to lower-ranked peers and accept the higher-ranked ones. The caller sends its rank and the callee's
+    secret, and the callee answers with the caller's secret, so both know that the peer is the right one."""
     end, own = time.monotonic() + _CONNECT_SECONDS, ranks[rank]
     for peer in sorted(p for p in peers if p < rank):
         place = ranks[peer]
         addresses = (_LOOPBACK,) if place.network == own.network else place.addresses
         connections[peer] = _call(addresses, place.port, rank, place.token, own.token, end)
         if connections[peer] is None:
-            raise OSError(f"it cannot connect to rank {peer} at {' or '.join(addresses) or 'no address'}")
+            raise OSError(f"cannot connect to rank {peer} at {' or '.join(addresses) or 'no address'}")
     while missing := [p for p in peers if connections[p] is None]:
         if time.monotonic() > end:
-            raise OSError(f"rank {min(missing)} has not connected to it within {_CONNECT_SECONDS:g} s")
+            raise OSError(f"rank {min(missing)} did not connect within {_CONNECT_SECONDS:g} s")
         with contextlib.suppress(OSError):
             connection, _ = listener.accept()
             connection.settimeout(_ATTEMPT_SECONDS)
@@ -285,7 +288,7 @@ def _call(
             with contextlib.suppress(OSError):
                 connection = socket.create_connection((address, port), _ATTEMPT_SECONDS)
                 connection.sendall(struct.pack("<q", rank) + token)
-                # The other rank may still be calling others before it answers.
+                # The other rank may still be connecting to others before it answers.
                 connection.settimeout(max(0.001, end - time.monotonic()))
                 if _receive(connection, _TOKEN_BYTES) == own_token:
                     return connection
@@ -296,7 +299,7 @@ def _call(
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    """So many bytes, or none."""
+    """Exactly `size` bytes, or none."""
     received = b""
     while len(received) < size:
         if not (part := connection.recv(size - len(received))):

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a batch before they plan it, and the errors that come of it. On the CPU."""
+"""What ranks report to each other about a batch before planning it, and the errors that follow. On the CPU."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from freescale.kernels.planning import rank_mesh
 from freescale.kernels.planning.keyed_lengths import NO_FAULT, Fault
 from freescale.kernels.planning.owners import InvalidId
 
-_FIRST = 3  # place in a header of the first exchange's number
-_INVALID_ID, _NO_LIBRARY = -1, -2  # in place of the kind of a Fault
+_FIRST = 3  # offset in a header of the first exchange's numbers
+_INVALID_ID, _NO_LIBRARY = -1, -2  # instead of the kind of a Fault
 
 
 class IdOutsideTable(IndexError):
-    """An id that its table does not have; raised on every rank at the same place."""
+    """An id outside its table. Raised on every rank at the same point."""
 
 
 class MalformedKeyedJaggedTensor(ValueError):
-    """Raised on every rank at the same place."""
+    """Raised on every rank at the same point."""
 
 
 class Headers(NamedTuple):
-    """What all ranks have told this one about a batch."""
+    """What all ranks reported to this one about a batch."""
 
-    statuses: list[int]  # of each rank: a number of the caller's
-    send_counts: list[torch.Tensor]  # of each exchange, [world]: how many rows each rank requests from this one
-    invalid_ids: list[tuple[int, InvalidId] | None]  # of each exchange: rank, and the first there
-    told: np.ndarray  # [ranks, 2]: two numbers of the caller's
+    statuses: list[int]  # per rank: a number chosen by the caller
+    send_counts: list[torch.Tensor]  # per exchange, [world]: rows that each rank requests from this one
+    invalid_ids: list[tuple[int, InvalidId] | None]  # per exchange: rank, and its first invalid id
+    told: np.ndarray  # [ranks, 2]: two numbers chosen by the caller
 
 
 def header_width(exchanges: int) -> int:
-    """Status; two numbers of the caller's; per exchange how many rows, feature and value of an invalid id
-    (or -1)."""
+    """Status; two numbers of the caller; per exchange the number of rows, and feature and value of an invalid id (or
+    -1)."""
     return _FIRST + 3 * exchanges
 
 
@@ -46,7 +46,7 @@ def told(received: np.ndarray) -> np.ndarray:
 
 
 def read_headers(received: np.ndarray, exchanges: int) -> Headers:
-    """[world, header_width]"""
+    """Parse received headers, [world, header_width]."""
     invalid: list[tuple[int, InvalidId] | None] = []
     of_exchanges = [received[:, _FIRST + 3 * i : _FIRST + 3 * i + 3] for i in range(exchanges)]
     for of_exchange in of_exchanges:
@@ -58,21 +58,21 @@ def read_headers(received: np.ndarray, exchanges: int) -> Headers:
 
 
 def tell_missing_library(group: dist.ProcessGroup) -> None:
-    """To ranks that plan a batch of one exchange: instead of a header that C would send."""
+    """Send this to ranks that plan a batch of one exchange, instead of the header that C would send."""
     world = group.size()
     sent = torch.full((world, header_width(1)), _NO_LIBRARY).view(torch.uint8)
     rank_mesh.all_to_all_cpu(torch.empty_like(sent), sent, [1] * world, [1] * world, group)
 
 
 def require_valid_ids(headers: Headers, tables: Sequence[str]) -> None:
-    """Raises on every rank alike."""
+    """Raise on every rank if any rank has an invalid id."""
     for table, invalid in zip(tables, headers.invalid_ids, strict=True):
         if invalid is not None:
             _raise(invalid[0], _INVALID_ID, *invalid[1], table)
 
 
 def require_fine(headers: Headers, table: str) -> None:
-    """The same of one exchange, where the status is the kind of a Fault, whose numbers are told."""
+    """require_valid_ids for one exchange whose status is the kind of a Fault, with the Fault's numbers in `told`."""
     problems = [(kind, *numbers) for kind, numbers in zip(headers.statuses, headers.told.tolist(), strict=True)]
     if headers.invalid_ids[0] is not None:
         rank, invalid = headers.invalid_ids[0]
@@ -83,13 +83,13 @@ def require_fine(headers: Headers, table: str) -> None:
 def compare_invalid_ids(
     invalid: tuple[int, int] | None, table: str, group: dist.ProcessGroup, fault: Fault = NO_FAULT
 ) -> None:
-    """An invalid (feature, id) or a fault on any rank raises on every rank; for a lookup that requests nothing."""
+    """Raise on every rank if any rank has an invalid (feature, id) or a fault; for a lookup that requests nothing."""
     own = fault if fault.kind or invalid is None else (_INVALID_ID, *invalid)
     _raise_first(_from_all(own, group), table)
 
 
 def compare_weights(weights: int, ids: int, features: str, group: dist.ProcessGroup) -> None:
-    """Another number of weights than of ids on any rank raises on every rank."""
+    """Raise on every rank if any rank has a different number of weights than of ids."""
     for rank, (n_weights, n_ids) in enumerate(_from_all((weights, ids), group)):
         if n_weights != n_ids:
             said = f"{n_weights} weights for {n_ids} ids of the features of {features}"
@@ -111,9 +111,9 @@ def _raise_first(problems: Iterable[Sequence[int]], table: str) -> None:
 
 
 def _raise(rank: int, kind: int, found: int, wanted: int, table: str) -> None:
-    """`found`, `wanted`: the numbers of a Fault; the feature and value of an invalid id."""
+    """`found`, `wanted`: the numbers of a Fault, or the feature and value of an invalid id."""
     if kind == _NO_LIBRARY:
-        remedy = f"`python -m freescale doctor` on rank {rank} says what to do"
+        remedy = f"run `python -m freescale doctor` on rank {rank}"
         raise RuntimeError(f"freescale: rank {rank} cannot plan batches, because its C library is missing: {remedy}")
     if kind == _INVALID_ID:
         where = table_registry.get_table(table).describe(found)

@@ -185,14 +185,14 @@ def _one_leaves(how: str) -> str:
 
 
 @pytest.mark.parametrize("how, expected", [
-    ("dies", "has left"),
-    pytest.param("hangs up", "has left", marks=pytest.mark.thorough),
-    pytest.param("sleeps", "has not answered within 2 s", marks=pytest.mark.thorough),
+    ("dies", "disconnected"),
+    pytest.param("hangs up", "disconnected", marks=pytest.mark.thorough),
+    pytest.param("sleeps", "did not respond within 2 s", marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_a_rank_that_leaves_is_named(how, expected):
     errors = run_ranks(_one_leaves, 3, how, expect_errors=True)
     # The other rank may have failed first, and left in turn.
-    assert all("RuntimeError: rank" in e and ("has left" in e or expected in e) for e in errors[:2]), errors
+    assert all("RuntimeError: rank" in e and ("disconnected" in e or expected in e) for e in errors[:2]), errors
     assert any(f"rank 2 {expected}" in e for e in errors[:2]), errors
 
 
@@ -287,7 +287,7 @@ def _without_library(where: list[int], folder: str) -> list[str]:
 @pytest.mark.parametrize("where", ([1], [0, 1]))
 def test_without_the_c_library_all_ranks_say_so(where, tmp_path):
     why = f"its C library is not in {tmp_path}: install freescale with pip, in a checkout with `pip install -e .`"
-    other = "because its C library is missing: `python -m freescale doctor` on rank 1 says what to do"
+    other = "because its C library is missing: run `python -m freescale doctor` on rank 1"
     for rank, said in enumerate(run_ranks(_without_library, 2, where, str(tmp_path))):
         own = f"freescale: this rank cannot plan batches: {why}"
         assert said == [

@@ -93,13 +93,13 @@ def test_ids_that_were_not_planned_are_refused():
     ids = [torch.tensor([1, 2]), torch.tensor([3])]
     ops.expect_ids(token, ids, torch.tensor([1, 2, 3]), step, "t")
     for planned in ([1, 2, 4], [1, 2]):
-        with pytest.raises(RuntimeError, match="not those of batch 7"):
+        with pytest.raises(RuntimeError, match="do not match batch 7"):
             ops.expect_ids(token, ids, torch.tensor(planned), step, "t")
     planned, counts = torch.tensor([1, 2, 3]), torch.tensor([2, 1])
     for lengths in ([[2, 0], [0, 1]], [[1, 1], [0, 1]]):
         ops.expect_ids(token, ids, planned, step, "t", torch.tensor(lengths), counts)
     for lengths in ([[1, 0], [1, 1]], [[3, -1], [0, 1]]):
-        with pytest.raises(RuntimeError, match="the lengths that .* not those of batch 7"):
+        with pytest.raises(RuntimeError, match="the lengths passed .* do not match batch 7"):
             ops.expect_ids(token, ids, planned, step, "t", torch.tensor(lengths), counts)
 
 
@@ -143,7 +143,7 @@ def test_a_late_update_without_rows_leaves_the_table_alone():
 def test_a_table_that_is_gone_is_named():
     name = table_registry.register(table := PlainSgd(2, 2), "short-lived")
     del table
-    with pytest.raises(RuntimeError, match="no table is called 'short-lived'"):
+    with pytest.raises(RuntimeError, match="table 'short-lived' is no longer registered"):
         table_registry.get_table(name)
 
 
