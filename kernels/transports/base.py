@@ -1,13 +1,13 @@
-"""What the transports that copy have in common: a launch puts a whole all-to-all on streams.
+"""Base class of the copying transports: a launch enqueues a whole all-to-all on streams.
 
-A launch issues every copy and every signal of its message at once, in stream order (issue.py); the device goes through
-them without a thread of ours. So the training thread never waits, and neither the GIL nor a busy host holds a transfer
-up. (A message of very many pieces can fill the driver's queue, some hundred pieces deep; then the launch itself is held
-back until the device has caught up.)
+A launch issues every copy and signal of its message at once, in stream order (issue.py), and the device executes them
+without a host thread. So the training thread never waits, and neither the GIL nor a busy host delays a transfer. (A
+message of very many pieces can fill the driver's queue, a few hundred pieces deep; then the launch blocks until the
+device catches up.)
 
-Failure: a watching thread (peer_watch.py) notices it, and the streams that wait are released. What the device computes
-from there on is garbage: the next launch, wait or `check` raises, and the transport stays unusable. A step calls
-`check` before it begins; whoever reads the tables calls `drain`.
+Failure: a watcher thread (peer_watch.py) detects it and releases the waiting streams. What the device computes after
+that is garbage: the next launch, wait or `check` raises, and the transport stays unusable. A step calls `check` before
+it starts; code that reads the tables calls `drain`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from freescale.kernels.transports.in_flight import InFlight, Message
 from freescale.kernels.transports.issue import Channel, Issuer
 from freescale.kernels.transports.slot_rings import level_of
 
-# Ahead of every round that a stream may wait for, as 32-bit numbers that wrap around: whoever waits goes on.
+# Ahead of every round that a stream may wait for, as wrapping 32-bit numbers: releases the wait.
 RELEASED = 0x40000000
 
 
 class TransportWork(dist.Work):
-    """What `_c10d_functional.wait_tensor` waits for: it makes the current stream wait, not the host."""
+    """The Work that `_c10d_functional.wait_tensor` waits for: the current stream waits, not the host."""
 
     def __init__(self, transport: CopyTransport, message: Message) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class TransportWork(dist.Work):
         if not driver.is_done(message.done):
             driver.wait_for_event(current, message.done)
         if current == message.launch_stream:
-            message.tensors = ()  # that stream reuses the memory, if at all, after this point
+            message.tensors = ()  # from here on only that stream can reuse the memory
         return True
 
     def is_completed(self) -> bool:
@@ -58,9 +58,9 @@ class TransportWork(dist.Work):
 
 
 class CopyTransport(ABC):
-    """One group's all-to-alls. A subclass says through which lanes the pieces go.
+    """All-to-alls of one group. A subclass defines the lanes of the pieces.
 
-    Its constructor opens what it needs through `_resources`, sets `streams`, calls `_open_channels` and, last,
+    Its constructor opens resources through `_resources`, sets `streams`, calls `_open_channels` and, last,
     `_start_watching`.
     """
 
@@ -79,27 +79,27 @@ class CopyTransport(ABC):
         self._stop_watching = threading.Event()
         self._resources = DeviceResources(driver)
         self._finalizer = weakref.finalize(self, _give_back, self._resources, self._stop_watching)
-        self.streams: list[tuple[list[int], list[int]]] = []  # by priority level: outwards, inwards
+        self.streams: list[tuple[list[int], list[int]]] = []  # by priority level: outbound, inbound
 
     def _open_channels(self, channels: Sequence[Channel]) -> None:
-        """By priority level."""
+        """Open the channels, one per priority level."""
         self._issuer = Issuer(self.driver, channels)
 
     def _start_watching(self) -> None:
         peer_watch.start_watching(self, self._stop_watching)
 
-    # ---- what a subclass gives -------------------------------------------------------------------------
+    # ---- defined by subclasses -------------------------------------------------------------------------
 
     @abstractmethod
     def missing_peers(self) -> set[int]:
-        """Peers without whom what was issued cannot finish."""
+        """Peers that the issued messages still depend on."""
 
     @abstractmethod
     def release_waits(self) -> None:
-        """Make every stream of this rank that waits for a peer go on. Called again until nothing waits."""
+        """Release every stream of this rank that waits for a peer. Called repeatedly until none waits."""
 
     def _host_is_sending(self) -> bool:
-        """Whether the host still has something to send that has left the device."""
+        """Whether the host still has to send data that has been copied off the device."""
         return False
 
     # ---- launch and wait -------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class CopyTransport(ABC):
     def launch(
         self, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int, priority: int
     ) -> torch.Tensor:
-        """Start an all-to-all of rows; the result is there after `_c10d_functional.wait_tensor`."""
+        """Start an all-to-all of rows; wait for the result with `_c10d_functional.wait_tensor`."""
         out, work = self.start(x, send_counts, recv_counts, n_recv, priority)
         distributed.register_work(out, work)
         return out
@@ -115,7 +115,7 @@ class CopyTransport(ABC):
     def start(
         self, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int, priority: int
     ) -> tuple[torch.Tensor, TransportWork]:
-        """The same, for a caller that registers a Work of its own."""
+        """launch(), for a caller that registers a Work of its own."""
         send_counts, recv_counts = _host_counts(send_counts), _host_counts(recv_counts)
         lengths = send_counts.shape[0], recv_counts.shape[0]
         if lengths != (self.world, self.world):
@@ -145,10 +145,11 @@ class CopyTransport(ABC):
         self, level: int, stream: int, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor,
         recv_counts: torch.Tensor, row_bytes: int,
     ) -> Any:  # fmt: skip
-        """Every copy and every signal of one message; the event after the last. None: the counts are wrong."""
+        """Issue all copies and signals of one message. Returns the event after the last, or None if the counts are
+        wrong."""
         return self._issuer.launch(level, stream, x, out, send_counts, recv_counts, row_bytes)
 
-    # ---- failure and end -------------------------------------------------------------------------------
+    # ---- failure and shutdown --------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise if a transfer has failed."""
@@ -156,8 +157,8 @@ class CopyTransport(ABC):
             raise RuntimeError(self.error)
 
     def drain(self) -> None:
-        """Wait until nothing is in flight, neither here nor to a peer, as long as the group would; raise if a transfer
-        has failed."""
+        """Wait until nothing is in flight, here or to a peer, for at most the group's timeout; raise if a transfer
+        failed."""
         began = time.monotonic()
         while self.error is None and ((oldest := self.in_flight.oldest()) is not None or self._host_is_sending()):
             waited = time.monotonic() - began
@@ -165,17 +166,17 @@ class CopyTransport(ABC):
                 peer_watch.look_for_failure(self, waited)  # is a peer missing?
                 self.check()
             if waited > self.timeout:
-                what = "its host to send what has left the device"
+                what = "its host to send data already copied off the device"
                 if oldest is not None:
                     what = f"its own device to finish message {oldest.number} of priority {oldest.priority}"
                 raise RuntimeError(
-                    f"freescale: {self.name}: rank {self.global_rank} has waited {self.timeout:g} s for {what}"
+                    f"freescale: {self.name}: rank {self.global_rank} waited {self.timeout:g} s for {what}"
                 )
             time.sleep(1e-3)
         self.check()
 
     def fail(self, reason: str, culprits: set[int]) -> None:
-        """Keep the first error, then let everything that waits go on."""
+        """Keep the first error, then release everything that waits."""
         if self.error is None:
             self.error = f"freescale: {self.name}: {reason}"
             if self.liveness is not None:
@@ -183,7 +184,7 @@ class CopyTransport(ABC):
         self.release_waits()
 
     def describe_peers(self, peers: Iterable[int]) -> str:
-        """Their global ranks and a verb, for error messages."""
+        """Global ranks and a verb, for error messages."""
         names = [f"rank {self.ranks[p]}" for p in sorted(peers)]
         return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
@@ -192,7 +193,7 @@ class CopyTransport(ABC):
         return self.ranks[self.rank]
 
     def close(self, grace_seconds: float = 5.0) -> None:
-        """Give pinned memory and streams back. What is still in flight gets `grace_seconds` to finish."""
+        """Free pinned memory and streams. Messages in flight get `grace_seconds` to finish."""
         if not self._finalizer.alive:
             return
         end = time.monotonic() + grace_seconds
@@ -212,13 +213,13 @@ def _give_back(resources: DeviceResources, stop_watching: threading.Event) -> No
 
 
 def _host_counts(counts: torch.Tensor) -> torch.Tensor:
-    """As the C code reads them."""
+    """Counts as the C code reads them."""
     if counts.dtype == torch.int64 and not counts.is_cuda and counts.is_contiguous():
         return counts
     return counts.to("cpu", torch.int64).contiguous()
 
 
 def release_words(words: list[np.ndarray]) -> None:
-    """Set words that nobody but this rank waits for ahead of every round."""
+    """Release words that only this rank waits for."""
     for w in words:
         w[:] = RELEASED

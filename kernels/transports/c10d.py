@@ -1,8 +1,8 @@
-"""The `c10d` transport: the group's own all-to-all, or, on gloo, its sends and receives.
+"""The `c10d` transport: the group's own all-to-all, or on gloo its sends and receives.
 
-Gloo's all-to-all often takes twice its time on the wire, depending on which rank comes first, as if the two directions
-took turns; sends and receives do not, if every receive is posted before the first send (benchmarks/overlap.py
---priority measures both). So that is done here.
+Gloo's all-to-all often takes twice its wire time, depending on which rank arrives first, as if the two directions took
+turns. Sends and receives do not, if every receive is posted before the first send (benchmarks/overlap.py --priority
+measures both).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 
-MAX_PAIRWISE_RANKS = 32  # ranks: a send and a receive for each, issued one by one
-_last_tag: dict[str, int] = {}  # per group name: every all-to-all has a tag of its own
+MAX_PAIRWISE_RANKS = 32  # one send and one receive per rank, issued one by one
+_last_tag: dict[str, int] = {}  # per group name: every all-to-all has its own tag
 
 
 class PairwiseWork:
-    """Sends and receives as one piece of work."""
+    """Sends and receives as one Work."""
 
     def __init__(self, works: list[dist.Work]) -> None:
         self.works = works

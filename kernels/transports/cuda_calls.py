@@ -1,4 +1,4 @@
-"""The functions of libcuda that a transport is made of, and what their error codes are called."""
+"""The libcuda functions that transports use, and the names of their error codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INVALID_CONTEXT, NOT_READY = 201, 600  # codes
 
 
 def load() -> dict[str, Any]:
-    """Each function by its name."""
+    """Return the functions by name."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

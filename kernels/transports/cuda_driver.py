@@ -1,8 +1,8 @@
-"""The few calls of the CUDA driver that a transport is made of: pinning, streams, copies, words, events.
+"""CUDA driver calls of the transports: pinning, streams, copies, words, events.
 
-Taken straight from libcuda, because torch offers no stream wait on a memory word and no registration of shared
-memory. Nothing here waits on the host. Calls need a current context: `record_event` comes first in every launch and
-sees to that.
+Called directly in libcuda, because torch has neither a stream wait on a memory word nor registration of shared memory.
+Nothing here blocks the host. Calls need a current context: `record_event` comes first in every launch and establishes
+it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from freescale.kernels.transports import cuda_calls
 from freescale.kernels.transports.cuda_calls import INVALID_CONTEXT, NOT_READY
 
 _PORTABLE_AND_MAPPED, _NON_BLOCKING, _AT_LEAST, _NO_TIMING = 3, 1, 0, 2
-_idle_events: dict[tuple[int, bool], list[int]] = {}  # of a device, with and without timing: handles to be used again
+_idle_events: dict[tuple[int, bool], list[int]] = {}  # per device and timing: free handles
 
 
 class DriverEvent:
-    """An event of the driver. Its handle is used again when nobody refers to it any more: whoever then waits for it on
-    a stream waits for what it meant when the wait was issued."""
+    """A driver event. Its handle is recycled when the object is collected. That is safe: a stream wait refers to the
+    record at the time when the wait was issued."""
 
     __slots__ = ("handle", "_idle")
 
@@ -35,7 +35,7 @@ class DriverEvent:
 
 
 class CudaDriver:
-    """The calls, for one device. Streams are plain integers, addresses too."""
+    """Driver calls for one device. Streams and addresses are plain integers."""
 
     calls: dict[str, Any] | None = None  # loaded on first use
 
@@ -52,7 +52,7 @@ class CudaDriver:
 
     def _device_context(self) -> int:
         with torch.cuda.device(self._index):
-            torch.cuda.current_stream().query()  # torch's own context is this thread's now
+            torch.cuda.current_stream().query()  # makes torch's context current in this thread
             context = ctypes.c_void_p()
             self._call("cuCtxGetCurrent", ctypes.byref(context))
         assert context.value is not None
@@ -70,7 +70,7 @@ class CudaDriver:
         raise RuntimeError(f"freescale: {name.removesuffix('_v2')} failed on {self.device}: {error}")
 
     def _enter_context(self) -> bool:
-        """Whether the thread was in another device's, to which `_leave_context` takes it back."""
+        """Make the device's context current. Returns whether another device's was, for `_leave_context` to restore."""
         context = ctypes.c_void_p()
         self._call("cuCtxGetCurrent", ctypes.byref(context))
         if context.value is None:
@@ -81,13 +81,13 @@ class CudaDriver:
         return False
 
     def _is_current(self) -> bool:
-        """Whether the device is torch's current one: then its context is the thread's, if that has one."""
+        """Whether this is torch's current device; then its context is the thread's, if the thread has one."""
         assert cuda.current_device is not None
         return cuda.current_device() == self._index
 
     def _call_in_context(self, name: str, *arguments: Any) -> None:
         assert CudaDriver.calls is not None
-        if self._is_current():  # nearly always; to ask the driver takes as long as the call
+        if self._is_current():  # the common case; asking the driver takes as long as the call itself
             code = CudaDriver.calls[name](*arguments)
             if code != INVALID_CONTEXT:
                 self.raise_on_error(name, code)
@@ -105,8 +105,8 @@ class CudaDriver:
         torch.cuda.set_device(self.device)
 
     def pin(self, address: int, nbytes: int) -> int:
-        """Make host memory reachable for the copy engines; return its address on the device."""
-        torch.cuda.current_stream(self.device).query()  # a context of this thread
+        """Register host memory with the driver; return its device address."""
+        torch.cuda.current_stream(self.device).query()  # creates a context for this thread
         self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE_AND_MAPPED)
         mapped = ctypes.c_uint64()
         self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(mapped), address, 0)
@@ -125,7 +125,7 @@ class CudaDriver:
         self._call("cuStreamDestroy_v2", stream)
 
     def new_event(self, timing: bool = False) -> DriverEvent:
-        """One that nobody uses any more, if there is one."""
+        """Return a free event if there is one, else create one."""
         idle = _idle_events.setdefault((self._index, timing), [])
         try:
             return DriverEvent(idle.pop(), idle)
@@ -145,22 +145,22 @@ class CudaDriver:
         self.raise_on_error("cuMemcpyHtoDAsync", self._host_to_device(to, data, nbytes, stream))
 
     def write_word(self, address: int, value: int, stream: int) -> None:
-        """Store a 32-bit word after everything before it in the stream."""
+        """Write a 32-bit word after all earlier work of the stream."""
         self.raise_on_error("cuStreamWriteValue32", self._write_value(stream, address, value & 0xFFFFFFFF, 0))
 
     def wait_for_word(self, address: int, value: int, stream: int) -> None:
-        """Hold the stream until the word, as a number that may have wrapped around, is at least `value`."""
+        """Block the stream until the word is at least `value`, as a wrapping number."""
         self.raise_on_error("cuStreamWaitValue32", self._wait_value(stream, address, value & 0xFFFFFFFF, _AT_LEAST))
 
     # ---- between streams -------------------------------------------------------------------------------
 
     def current_stream(self) -> int:
-        """torch's, of this thread."""
+        """torch's current stream in this thread."""
         assert cuda.current_stream_handle is not None
         return cuda.current_stream_handle(self._index)
 
     def upload(self, to: int, data: int, nbytes: int, stream: int) -> None:
-        """copy_to_device, whatever the thread's current context is."""
+        """copy_to_device, regardless of the thread's current context."""
         self._call_in_context("cuMemcpyHtoDAsync_v2", to, data, nbytes, stream)
 
     def record(self, event: DriverEvent, stream: int) -> None:
@@ -177,7 +177,7 @@ class CudaDriver:
     def is_done(self, event: DriverEvent) -> bool:
         code = self._query(event.handle)
         if code == INVALID_CONTEXT:
-            self._enter_context()  # the thread had none
+            self._enter_context()  # the thread had no context
             code = self._query(event.handle)
         if code == NOT_READY:
             return False
@@ -185,7 +185,7 @@ class CudaDriver:
         return True
 
     def seconds_between(self, began: DriverEvent, ended: DriverEvent) -> float:
-        """Of two events with timing that have been reached."""
+        """Seconds between two timing events that the device has reached."""
         milliseconds = ctypes.c_float()
         self._call("cuEventElapsedTime", ctypes.byref(milliseconds), began.handle, ended.handle)
         return milliseconds.value / 1e3
@@ -193,14 +193,14 @@ class CudaDriver:
 
 @cache
 def driver_of(device: torch.device) -> CudaDriver:
-    """For events of streams that no transport has opened."""
+    """The driver of a device, for events on streams that no transport opened."""
     return CudaDriver(device)
 
 
 def refuse_without_caching(what: str) -> None:
-    """For transports in which threads of Python carry what the device has copied."""
+    """For transports whose Python threads send what the device has copied."""
     if launcher_environment.cuda_caching_disabled():
         raise RuntimeError(
-            f"freescale: {what} cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING set: to free a tensor would wait for "
-            "the device while it holds the lock that the sending threads need"
+            f"freescale: {what} cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING set: freeing a tensor would wait for "
+            "the device while holding the GIL, which the sending threads need"
         )

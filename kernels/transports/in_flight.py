@@ -1,4 +1,4 @@
-"""The messages that a transport has launched and that have not finished on the device."""
+"""Messages that a transport launched and that have not finished on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, level_of
 
-_MANY = 8  # messages of a priority: then the device is asked about them
+_MANY = 8  # messages per priority before the device is polled
 
 
 @dataclass(slots=True)
@@ -26,25 +26,25 @@ class Message:
 
 
 class InFlight:
-    """Keeps the memory of unfinished messages alive. Used by the launching and by the watching thread.
+    """Keeps the memory of unfinished messages alive. Shared by the launching and the watcher thread.
 
-    (Not record_stream: the allocator would go on using the streams after they are given back.)
+    (Instead of record_stream: the allocator would use the streams even after they are destroyed.)
     """
 
     def __init__(self, is_done: Callable[[Any], bool]) -> None:
-        """`is_done`: of an event."""
+        """`is_done`: whether the device has reached an event."""
         self._is_done, self._lock = is_done, threading.RLock()
         self._by_level: tuple[deque[Message], ...] = tuple(deque() for _ in range(PRIORITY_LEVELS))
 
     @property
     def messages(self) -> list[Message]:
-        """In the order of their launches."""
+        """Messages in launch order."""
         with self._lock:
             return sorted((m for messages in self._by_level for m in messages), key=lambda m: m.number)
 
     def add(self, message: Message) -> None:
-        """Also forgets what has finished, of a priority that has many: lists stay short, few launches ask the device,
-        and a launch costs the same however many messages are in flight."""
+        """Add a message. If its priority has many, drop finished ones: lists stay short, few launches poll the device,
+        and the cost of a launch does not depend on the messages in flight."""
         with self._lock:
             messages = self._by_level[level_of(message.priority)]
             if len(messages) > _MANY:
@@ -53,7 +53,7 @@ class InFlight:
             messages.append(message)
 
     def oldest(self) -> Message | None:
-        """Of the unfinished ones; forgets what has finished, of any priority, and the memory that it held."""
+        """Drop finished messages of all priorities and their memory; return the oldest unfinished one."""
         with self._lock:
             unfinished = [m for m in self.messages if not self._is_done(m.done)]
             for level, of_level in enumerate(self._by_level):

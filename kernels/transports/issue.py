@@ -1,12 +1,12 @@
-"""A message put on streams in one call of C (native/transfers.c).
+"""Enqueue a message on streams with one C call (native/transfers.c).
 
-    x can be read, out can be written    event `ready` on the compute stream; each stream waits for it when first used
-    for each piece, in order             wait for the word, copy, signal
-    the streams come together            in that of the last receive (else the last send), and there: event `done`
+    x readable, out writable    event `ready` on the compute stream; each stream waits for it when first used
+    for each piece, in order    wait for the word, copy, signal
+    streams join                in the stream of the last receive (else the last send), which records event `done`
 
-So a wait, and the question whether a message has finished, need one event. Nothing that is sent waits for a receive,
-and no other priority is touched. A launch costs Python the same for any number of peers and pieces, and the GIL is
-released once. tests/support/issue_python.py defines the order of the calls.
+So a wait, or a check for completion, needs only one event. No send waits for a receive, and other priorities are not
+affected. The Python cost of a launch does not depend on the number of peers and pieces, and the GIL is released once.
+tests/support/issue_python.py defines the order of the calls.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import torch
 from freescale.kernels.native import c_library
 from freescale.kernels.transports.slot_rings import Lane
 
-# In the order of `struct driver_calls`: what the driver calls each.
+# The driver's names, in the order of `struct driver_calls`.
 DRIVER_CALLS = (
     "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuStreamWaitEvent",
     "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2",
 )  # fmt: skip
 MAX_STREAMS = 8
 _P, _I64 = ctypes.c_void_p, ctypes.c_int64
-_COUNTS_DIFFER = -1  # what C returns where counts do not add up to the rows
+_COUNTS_DIFFER = -1  # returned by C if the counts do not add up to the rows
 
 
 @dataclass
 class Channel:
-    """One priority of a transport: the streams and lanes that its messages take."""
+    """One priority of a transport: the streams and lanes of its messages."""
 
     rank: int
-    outwards: list[int]  # streams, taken in turn
+    outwards: list[int]  # used in turn
     inwards: list[int]
     lanes_out: list[Lane]  # by peer
     lanes_in: list[Lane]
@@ -71,14 +71,14 @@ def _launch_function() -> Any:
 
 
 class Issuer:
-    """Issues the messages of one transport, which has a channel for each priority level."""
+    """Issues the messages of one transport, with one channel per priority level."""
 
     def __init__(self, driver: Any, channels: Sequence[Channel]) -> None:
         self._driver, self._launch = driver, _launch_function()
         addresses = [ctypes.cast(driver.calls[name], _P).value for name in DRIVER_CALLS]
         table = (_P * len(addresses))(*addresses)
         self._calls = ctypes.addressof(table)
-        self._kept: list[Any] = [table, channels]  # what the C structures point to
+        self._kept: list[Any] = [table, channels]  # targets of pointers in C structures
         self._channels = [self._native_channel(channel) for channel in channels]
         self._channel_addresses = [ctypes.addressof(channel) for channel in self._channels]
 
@@ -109,9 +109,9 @@ class Issuer:
         self, level: int, stream: int, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor,
         recv_counts: torch.Tensor, row_bytes: int,
     ) -> Any:  # fmt: skip
-        """Send the rows of `x` to their receivers and receive into `out`, after what `stream` has been given so far.
+        """Send the rows of `x` and receive into `out`, after the work already on `stream`.
 
-        Returns the event after the last copy; None, and issues nothing, if the counts do not add up to the rows.
+        Returns the event after the last copy, or None, issuing nothing, if the counts do not add up to the rows.
         """
         done = self._driver.new_event()
         status = self._launch(

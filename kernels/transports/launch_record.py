@@ -1,10 +1,10 @@
-"""What was launched, and how long somebody waited for it: the record that the meter reads.
+"""Records of launches and of the waits for them, read by the meter.
 
-A `RecordedWork` stands for the group's own Work, or for a transport's message. `_c10d_functional.wait_tensor` calls its
-`wait`, in the same graph or in a later one, so every wait of ours is timed, labelled for the profiler, and fails with
-words that say what failed.
+A `RecordedWork` wraps the group's Work or a transport's message. `_c10d_functional.wait_tensor` calls its `wait`, in
+the same graph or a later one. So every wait is timed, labeled for the profiler, and fails with a message that names
+what failed.
 
-On a GPU a wait is put on the stream and the host goes on; then two events around it tell how long the stream waited.
+On a GPU the wait is enqueued on the stream and the host proceeds; two events around it measure the stream's wait.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from freescale.kernels.ops.schemas import PRIORITY_NAMES
 from freescale.kernels.transports import cuda_driver
 
 MAX_RECORDS = 100_000
-DENSE = "dense gradients"  # the label of all of them
+DENSE = "dense gradients"  # the label of all dense gradients
 
 
 class LaunchRecord:
-    """One launch, or one time that the host was blocked (`bytes` 0). Times are seconds of time.perf_counter()."""
+    """One launch, or one period in which the host was blocked (`bytes` 0). Times are seconds of time.perf_counter()."""
 
     __slots__ = (
         "label", "bytes", "launched", "wait_began", "wait_ended", "arrived_before_wait", "stream_seconds", "events",
@@ -38,18 +38,18 @@ class LaunchRecord:
     def __init__(self, label: str, size: int) -> None:
         self.label, self.bytes = label, size
         self.launched = time.perf_counter()
-        self.wait_began = self.wait_ended = 0.0  # 0.0: nobody has waited yet
-        self.arrived_before_wait = False  # then the time on the wire is at most until the wait began
-        self.stream_seconds: float | None = None  # how long a stream waited, where it was not the host
-        self.events: tuple[cuda_driver.CudaDriver, Any, Any] | None = None  # around that wait, until they were read
+        self.wait_began = self.wait_ended = 0.0  # 0.0: not waited for yet
+        self.arrived_before_wait = False  # if so, the flight time is only known to end before the wait began
+        self.stream_seconds: float | None = None  # the stream's wait, if the host did not wait
+        self.events: tuple[cuda_driver.CudaDriver, Any, Any] | None = None  # around that wait, until they are read
 
     def exposed_seconds(self) -> float:
-        """How long compute stood still for it. On a GPU: 0.0 until the device has got there."""
+        """Seconds that compute was stalled. On a GPU 0.0 until the device has reached the wait."""
         self.read_events()
         return self.wait_ended - self.wait_began if self.stream_seconds is None else self.stream_seconds
 
     def read_events(self) -> bool:
-        """Whether there are none left to read."""
+        """Read the events if the device has reached them; whether none are left."""
         if (events := self.events) is not None:
             driver, began, ended = events
             if not driver.is_done(ended):
@@ -58,7 +58,7 @@ class LaunchRecord:
         return True
 
     def flight_seconds(self) -> float:
-        """From the launch until it was seen to have arrived; an upper bound if nobody was waiting then."""
+        """Seconds from the launch to the observed arrival; an upper bound if no one was waiting then."""
         seen_arrived = self.wait_began if self.arrived_before_wait else self.wait_ended
         return max(seen_arrived - self.launched, 0.0)
 
@@ -66,27 +66,27 @@ class LaunchRecord:
 records: deque[LaunchRecord] = deque(maxlen=MAX_RECORDS)
 
 
-# How a rank has left the loop that is open, in words; "" if none has.
+# Describes how a rank left the open loop; "" if none left.
 why_rank_left: Callable[[], str] = str
-launched = 0  # launches so far: every rank makes the same ones in the same order
-awaited: RecordedWork | None = None  # the host is blocked until it is done
-# C++ holds a Work but not its Python half: that is kept here until somebody waits for it.
+launched = 0  # launches so far; all ranks make the same ones in the same order
+awaited: RecordedWork | None = None  # the work that the host is blocked on
+# C++ holds a Work but not its Python half, which is kept here until the wait.
 _not_waited_for: dict[int, RecordedWork] = {}
 
 
 class StreamWaits:
-    """Waits on the streams of one device. Their events are read, and used again, as later waits are recorded."""
+    """Waits on the streams of one device. Their events are read and recycled as later waits are recorded."""
 
     def __init__(self, device: torch.device) -> None:
         self.driver = cuda_driver.driver_of(device)
         self._unread: deque[LaunchRecord] = deque()
 
     def event(self) -> Any:
-        """One after what the current stream has been given so far."""
+        """Record an event on the current stream."""
         return self.driver.record_event(self.driver.current_stream(), timing=True)
 
     def add(self, record: LaunchRecord, began: Any) -> None:
-        """A wait that ends here."""
+        """Record the end of a wait that started at `began`."""
         record.stream_seconds, record.events = 0.0, (self.driver, began, self.event())
         self._unread.append(record)
 
@@ -99,10 +99,10 @@ _stream_waits = cache(StreamWaits)
 
 
 class RecordedWork(dist.Work):
-    """The work of a launch; a wait for it is recorded.
+    """Records the wait for a launch's Work.
 
-    `size`: the bytes that arrive, if they are not those of `out`. `then`: called once the wait is over, on a GPU for
-    what is to follow on the same stream.
+    `size`: bytes received, if not those of `out`. `then`: called after the wait, on a GPU for work that must follow on
+    the same stream.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class RecordedWork(dist.Work):
         except RuntimeError as error:
             why = why_rank_left()
             raise RuntimeError(
-                f"freescale: {why and f'{why}; '}rank {self.group.rank()} waited for {r.label} ({r.bytes} bytes) in "
-                f"vain: a rank failed, left or was too slow for the group's time-out. The group says: {error}"
+                f"freescale: {why and f'{why}; '}rank {self.group.rank()} waited for {r.label} ({r.bytes} bytes), "
+                f"which did not arrive: a rank failed, left or exceeded the group's timeout. The group reports: {error}"
             ) from error
         finally:
             r.wait_ended = time.perf_counter()
         if (then := self.then) is not None:
-            self.then = None  # it holds tensors
+            self.then = None  # may hold tensors
             then()
         return True
 
@@ -167,7 +167,8 @@ def register_launch(
     work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup, size: int | None = None,
     then: Callable[[], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Register `work` for `out`, so that a wait for `out` waits for it, and record it. The rest: see RecordedWork."""
+    """Register `work` for `out`, so that a wait for `out` waits for it, and record it. Other arguments:
+    RecordedWork."""
     distributed.register_work(out, RecordedWork(work, label, out, group, size, then))
     return out
 
@@ -176,14 +177,14 @@ _NO_PROFILER = nullcontext()
 
 
 def profiler_range(what: str, label: str = "") -> Any:
-    """A named range in the torch profiler's trace; nothing where no profiler is on."""
+    """A named range in torch profiler traces; a no-op if no profiler is on."""
     if not logs.profiling():
         return _NO_PROFILER
     return torch.profiler.record_function(f"freescale: {what} {label}".rstrip())
 
 
 def add_host_wait(label: str, began: float, ended: float) -> None:
-    """Record a time in which the host waited, seconds of time.perf_counter()."""
+    """Record a period in which the host waited, in seconds of time.perf_counter()."""
     record = LaunchRecord(label, 0)
     record.launched = record.wait_began = began
     record.wait_ended = ended
@@ -191,7 +192,7 @@ def add_host_wait(label: str, began: float, ended: float) -> None:
 
 
 def begin_wait(label: str, device: torch.device) -> Callable[[], None]:
-    """Record what the current stream of a GPU, or the host, waits from here to the call of what this returns."""
+    """Record a wait of the current GPU stream, or of the host, until the returned function is called."""
     record = LaunchRecord(label, 0)
     record.wait_began = record.launched
     waits = _stream_waits(device) if device.type == "cuda" else None
@@ -207,7 +208,7 @@ def begin_wait(label: str, device: torch.device) -> Callable[[], None]:
 
 
 class record_host_wait:  # noqa: N801  (used as a statement)
-    """Record a time in which the host talks to other ranks and can do nothing else."""
+    """Record a period in which the host communicates with other ranks and is blocked."""
 
     def __init__(self, name: str) -> None:
         self._name = name

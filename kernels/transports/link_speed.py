@@ -1,12 +1,11 @@
-"""How fast a process group carries an all-to-all, measured once per group, at start-up.
+"""The all-to-all bandwidth of a process group, measured once per group at start-up.
 
-Passes read the `estimate`; they never measure, since a pass may run on one rank alone (the others had a cache hit).
+Passes read the `estimate` and never measure, since a pass may run on one rank alone (if the others hit the cache).
 
-A probe of 2 MB is noisy, so the best of several counts, and it is rounded to a power of two: most starts on the same
-link see the same number and place launches alike. A link near the middle between two powers may be taken for either
-(with a noise of 10%, about one link in four can). That is harmless, since compiled code that comes out of a cache may
-have been made for another link altogether: nothing but where launches stand among the compute may depend on the
-estimate, and the key of torch's caches must not.
+A probe of 2 MB is noisy, so the best of several counts, rounded to a power of two. So most runs on the same link get
+the same number and place launches alike. With 10% noise, about one link in four is close enough to the middle between
+two powers to be rounded either way. That is harmless: code loaded from a cache may have been compiled for another link
+anyway. So the estimate may only affect where launches are placed, and must not be part of torch's cache keys.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import time
 import torch
 import torch.distributed as dist
 
-bytes_per_second: dict[str, float] = {}  # that one rank receives, per group name
-DEFAULT = 10e9  # bytes per second of a group that was not measured
+bytes_per_second: dict[str, float] = {}  # received per rank, by group name
+DEFAULT = 10e9  # bytes per second, for groups that were not measured
 _WARM_UP_BYTES, _PROBE_BYTES = 1 << 14, 1 << 21  # per rank
-_PROBES = 6  # the best of 2 scatters by a factor of 10 between ranks that share two busy cores, of 6 by one of 2
+_PROBES = 6  # the best of 2 varies by a factor of 10 between ranks that share two busy cores, of 6 by a factor of 2
 
 
 def measure(group: dist.ProcessGroup, device: torch.device, gbps: float = 0.0) -> float:
-    """Measure, or take `gbps` (gigabits per second) if it is more than 0. Collective; the first result stays."""
+    """Measure, or use `gbps` (gigabits per second) if positive. Collective; the first result is kept."""
     name = group.group_name
     if name not in bytes_per_second:
         bytes_per_second[name] = gbps * 1e9 / 8 if gbps > 0 else rounded(_probe(group, device))
@@ -37,7 +36,7 @@ def rounded(speed: float) -> float:
 
 
 def estimate(group_name: str) -> float:
-    """What was measured, or a default."""
+    """The measured speed, or a default."""
     return bytes_per_second.get(group_name, DEFAULT)
 
 
@@ -47,7 +46,7 @@ def _probe(group: dist.ProcessGroup, device: torch.device) -> float:
     _all_to_all_seconds(group, device, _WARM_UP_BYTES)
     latency = min(_all_to_all_seconds(group, device, _WARM_UP_BYTES) for _ in range(3))
     seconds = min(_all_to_all_seconds(group, device, _PROBE_BYTES) for _ in range(_PROBES))
-    from_peers = _PROBE_BYTES * (group.size() - 1) / group.size()  # what a rank sends to itself does not travel
+    from_peers = _PROBE_BYTES * (group.size() - 1) / group.size()  # data for itself is not sent
     return from_peers / max(seconds - latency, 1e-6)
 
 

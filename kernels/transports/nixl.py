@@ -1,10 +1,10 @@
-"""The `nixl` transport: an all-to-all through pinned host memory that NVIDIA's NIXL carries between hosts, no kernel.
+"""The `nixl` transport: an all-to-all through pinned host memory, carried between hosts by NVIDIA's NIXL, no kernel.
 
-    device of the sender --copy engine--> slot --one-sided write--> slot --copy engine--> device of the receiver
+    sender's device --copy engine--> slot --one-sided write--> slot --copy engine--> receiver's device
 
-For each priority every rank has slots for every other, to send from and to receive in. Copies and signals of the device
-are as in `staged`; between the slots NIXL writes, by RDMA where UCX finds a network for it, else shared memory or TCP.
-A thread for each priority has it do so (nixl_relay.py), so a launch is one call, which waits for nothing.
+For each priority, every rank has send and receive slots for every other rank. Device copies and signals work as in
+`staged`. Between slots NIXL writes by RDMA if UCX finds a network for it, else through shared memory or TCP. A thread
+per priority drives NIXL (nixl_relay.py), so a launch is a single call that never blocks.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from freescale.kernels.transports.shared_segment import cpu_group
 from freescale.kernels.transports.slot_rings import PAGE_BYTES, PRIORITY_LEVELS, WORD_STRIDE, Lane
 
 RING_BYTES = 256 << 20  # per rank
-PIECE_BYTES = 4 << 20  # at most, per slot
+PIECE_BYTES = 4 << 20  # maximum, per slot
 _CLOSE_SECONDS = 5.0
-_OPEN_SECONDS = 60.0  # at least: UCX looks for networks, for each priority
+_OPEN_SECONDS = 60.0  # minimum: UCX probes networks for each priority
 _OUT_FULL, _OUT_FREE, _IN_FULL, _IN_FREE = range(4)
 
 
 @dataclass(frozen=True)
 class HostLayout:
-    """Where a rank's slots lie in its memory, and behind them their words: by priority, then way, then peer."""
+    """Layout of a rank's slots in memory, followed by their words: by priority, then direction, then peer."""
 
     world: int
     slots: int
@@ -49,7 +49,7 @@ class HostLayout:
 
     @property
     def level_bytes(self) -> int:
-        """All slots of one priority."""
+        """Bytes of all slots of one priority."""
         return 2 * self.world * self.slots * self.piece_bytes
 
     def data_offset(self, level: int, is_in: bool, peer: int) -> int:
@@ -65,7 +65,7 @@ class HostLayout:
 
 
 def fit_layout(world: int, ring_bytes: int, piece_bytes: int) -> HostLayout:
-    """The largest pieces up to `piece_bytes` with which a rank's slots need at most `ring_bytes`."""
+    """The largest piece size up to `piece_bytes` for which a rank's slots fit in `ring_bytes`."""
     slots = max(2, 8 // world)
     rings = 2 * PRIORITY_LEVELS * world * slots
     fitting = min(piece_bytes, ring_bytes // rings) // PAGE_BYTES * PAGE_BYTES
@@ -78,7 +78,7 @@ def fit_layout(world: int, ring_bytes: int, piece_bytes: int) -> HostLayout:
 
 
 class NixlTransport(CopyTransport):
-    """Ranks of any hosts."""
+    """Ranks on any hosts."""
 
     name = "nixl"
 
@@ -117,7 +117,7 @@ class NixlTransport(CopyTransport):
         return self._memory[begin : begin + self.layout.slots * WORD_STRIDE].view(np.uint32)[:: WORD_STRIDE // 4]
 
     def _lane(self, level: int, peer: int, sends: bool) -> Lane:
-        # What a rank sends to itself stays in one ring: both ends of that lane look at the same slots and words.
+        # A rank's lane to itself is one ring: both ends see the same slots and words.
         out = sends or peer == self.rank
         full, free = (_OUT_FULL, _OUT_FREE) if out else (_IN_FULL, _IN_FREE)
         waits, signals = (free, full) if sends else (full, free)
@@ -133,12 +133,12 @@ class NixlTransport(CopyTransport):
         )
 
     def _connect(self, gloo_group: dist.ProcessGroup) -> list[NixlRelay]:
-        """An agent for each priority; every agent knows those of the other ranks. Collective."""
+        """Create one agent per priority and exchange their metadata with all ranks. Collective."""
         address, layout = self._memory.ctypes.data, self.layout
         agents, problem = self._agents, ""
         try:
             for level in range(PRIORITY_LEVELS):
-                name = f"freescale-{secrets.token_hex(8)}"  # notifications come with it
+                name = f"freescale-{secrets.token_hex(8)}"  # included in notifications
                 agents.append(nixl.Agent(name, address + layout.data_offset(level, False, 0), layout.level_bytes))
         except Exception as error:  # noqa: BLE001  (the other ranks are to hear of it)
             problem = f"{type(error).__name__}: {error}"
@@ -170,7 +170,7 @@ class NixlTransport(CopyTransport):
 
         def on_failure(text: str) -> None:
             if (transport := transport_ref()) is not None:
-                transport.fail(f"rank {transport.global_rank} cannot go on: {text}", {transport.rank})
+                transport.fail(f"rank {transport.global_rank} cannot continue: {text}", {transport.rank})
 
         return NixlRelay(
             self.rank, agent, names, slots, remote, layout.piece_bytes, self._reports, self._stop_threads, on_failure
@@ -205,18 +205,18 @@ def _gather(said: Any, gloo_group: dist.ProcessGroup) -> list[Any]:
 
 
 def _raise_first(ranks: Sequence[int], problems: Sequence[str]) -> None:
-    """Alike on every rank."""
+    """Raise the same error on every rank."""
     for rank, problem in zip(ranks, problems, strict=True):
         if problem:
-            raise RuntimeError(f"freescale: nixl: rank {rank} cannot open it: {problem}")
+            raise RuntimeError(f"freescale: nixl: rank {rank} cannot open the transport: {problem}")
 
 
 def _stop_relaying(
     threads: Sequence[NixlRelay], gloo_group: dist.ProcessGroup, wait_words: list[np.ndarray], stop: threading.Event,
     released: threading.Event,
 ) -> None:  # fmt: skip
-    """Let threads that are `busy` finish, unless one of them has stopped them all, or what they carry was `released`
-    because something failed; then stop them, and wait until every rank is here."""
+    """Let `busy` threads finish, unless one of them stopped them all or a failure `released` their streams; then stop
+    the threads and synchronize the ranks."""
     end = time.monotonic() + _CLOSE_SECONDS
     while any(t.busy for t in threads) and not (stop.is_set() or released.is_set()) and time.monotonic() < end:
         time.sleep(0.001)
@@ -227,7 +227,7 @@ def _stop_relaying(
             thread.join(max(0.0, end - time.monotonic()))
     if not threads or any(t.is_alive() or t.broken or t.busy for t in threads) or not dist.is_initialized():
         return
-    # What this rank sent may still be on its way to a peer: connections and agents stay until everyone is here.
+    # Data from this rank may still be in flight to a peer: keep connections and agents until all ranks are here.
     with contextlib.suppress(RuntimeError):
         work = dist.barrier(gloo_group, async_op=True)
         assert work is not None
@@ -247,7 +247,7 @@ def open_transport(
     timeout: float | None = None,
     driver: Any = None,
 ) -> CopyTransport:
-    """Make the group's transport. Collective: every rank calls it, with the same arguments."""
+    """Open the group's transport. Collective: every rank passes the same arguments."""
     refuse_without_caching("nixl")
     if driver is None:
         driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))

@@ -1,10 +1,10 @@
-"""What carries the slots of the `nixl` transport: for each priority one thread, and one agent of NIXL.
+"""Moves the slots of the `nixl` transport: one thread and one NIXL agent per priority.
 
-The sender's device fills a slot and writes a word; the thread sees the word and has NIXL write the slot into the
-receiver's, with a notification. The receiver's thread finds the notification and writes the word for which its device
-waits. When that device has emptied the slot, its thread notifies the sender that it may be filled again.
+The sender's device fills a slot and writes a word. Its thread sees the word and has NIXL write the slot into the
+receiver's, with a notification. The receiver's thread sees the notification and writes the word that its device waits
+for. After that device has emptied the slot, its thread notifies the sender that the slot is free.
 
-A thread sleeps while its rank has nothing on the way. What others write meanwhile, NIXL takes in by itself.
+A thread sleeps while its rank has nothing in flight. NIXL accepts writes from peers on its own meanwhile.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 from freescale.compat import nixl
 from freescale.kernels.transports.slot_rings import at_least
 
-_POLL_SECONDS = 20e-6, 2e-4  # between two looks: at first, and at most when nothing happens
-_PING_SECONDS = 0.2  # between two looks whether the peers that a thread waits for are there
+_POLL_SECONDS = 20e-6, 2e-4  # polling interval: at first, and after a while without progress
+_PING_SECONDS = 0.2  # interval between checks of the peers that a thread waits for
 _WRITTEN, _EMPTIED, _LOST, _PING, _LAUNCHED = range(5)
-_NOTIFICATION = struct.Struct("<Bq")  # which of these; the number of a piece, of a rank, or of messages
+_NOTIFICATION = struct.Struct("<Bq")  # kind; number of a piece, a rank, or messages
 
 
 class PeerSlots(NamedTuple):
-    """What lies between this rank and one peer, at one priority. Words are [slots]: the round that each slot is in."""
+    """Memory shared with one peer, at one priority. Words are [slots]: the round that each slot is in."""
 
     out_address: int  # of the first slot
     out_full: np.ndarray  # written by the device
@@ -43,10 +43,10 @@ class _Writing:
 
     def __init__(self, slots: PeerSlots, remote_address: int) -> None:
         self.slots, self.remote_address = slots, remote_address
-        self.sizes: deque[int] = deque()  # of the pieces that are not posted yet
+        self.sizes: deque[int] = deque()  # of pieces not posted yet
         self.next = 0
-        self.posted: dict[int, Any] = {}  # number of a piece: its handle
-        self.emptied = np.zeros_like(slots.out_full)  # rounds that the peer is through with
+        self.posted: dict[int, Any] = {}  # piece number -> handle
+        self.emptied = np.zeros_like(slots.out_full)  # rounds completed by the peer
 
 
 class _Reading:
@@ -55,17 +55,17 @@ class _Reading:
     def __init__(self, slots: PeerSlots) -> None:
         self.slots = slots
         self.expected = self.written = 0  # pieces, so far
-        self.full: set[int] = set()  # written by the peer, and not yet taken by the device
+        self.full: set[int] = set()  # written by the peer, not yet read by the device
 
 
 class PeerReports:
-    """Who is lost, as far as this rank has heard: shared_segment.PeerLiveness for ranks that share no memory."""
+    """Lost ranks known to this rank: the PeerLiveness of shared_segment.py for ranks without shared memory."""
 
     def __init__(self, relays: list[NixlRelay]) -> None:
-        self._relays = relays  # one of which tells the others
-        self._lost: dict[int, int] = {}  # peer: the rank to name, itself or the one that it has named
-        self._launched: dict[int, int] = {}  # peer: how many messages, when it was asked last
-        self.launched = 0  # messages of this rank
+        self._relays = relays  # one of them notifies the others
+        self._lost: dict[int, int] = {}  # peer -> the rank to name: itself, or the one it reported
+        self._launched: dict[int, int] = {}  # peer -> messages launched when last asked
+        self.launched = 0  # by this rank
 
     def lost_peers(self) -> dict[int, int]:
         return dict(self._lost)
@@ -87,12 +87,12 @@ class PeerReports:
         self._launched[peer] = messages
 
     def peers_behind(self, messages: int) -> set[int]:
-        """Peers that have not said that they have launched so many. One that waits for something itself says so."""
+        """Peers not known to have launched this many. A peer that is itself waiting reports it."""
         return {p for relay in self._relays[:1] for p in relay.peers if self._launched.get(p, 0) < messages}
 
 
 class NixlRelay(threading.Thread):
-    """One priority of one rank."""
+    """Relay thread of one priority on one rank."""
 
     def __init__(
         self,
@@ -106,7 +106,8 @@ class NixlRelay(threading.Thread):
         stop: threading.Event,
         on_failure: Callable[[str], None],
     ) -> None:
-        """`names`: of all ranks' agents. By peer: `slots`, and where in each peer's memory this rank's slots begin."""
+        """`names`: agents of all ranks. By peer: `slots`, and the address of this rank's slots in each peer's
+        memory."""
         super().__init__(name="freescale-nixl", daemon=True)
         self.rank, self.agent, self.names, self.piece_bytes = rank, agent, names, piece_bytes
         self._rank_of = {name: r for r, name in enumerate(names)}
@@ -120,10 +121,10 @@ class NixlRelay(threading.Thread):
         self._pinged = 0.0
         self.broken = False
 
-    # ---- what other threads call -------------------------------------------------------------------------
+    # ---- called by other threads ------------------------------------------------------------------------
 
     def enqueue(self, send: list[int], recv: list[int]) -> None:
-        """A message of so many bytes to and from each rank has been put on streams."""
+        """A message with these bytes to and from each rank was enqueued on streams."""
         self._enqueued += 1
         self._messages.put((send, recv))
 
@@ -132,11 +133,11 @@ class NixlRelay(threading.Thread):
         return not self.broken and (self._begun < self._enqueued or self._has_work())
 
     def awaited_peers(self) -> set[int]:
-        """Without whom this priority cannot go on: they have not written, not emptied, or not taken what was posted."""
+        """Peers that this priority depends on: they have not written, not emptied, or not received what was posted."""
         return {p for p in self._writing if self._waits_to_write(p) or self._waits_to_read(p)}
 
     def tell_lost(self, culprit: int) -> None:
-        """So that the others name it, and not this rank, which will not go on either."""
+        """Report the failed rank, so that other ranks name it and not this rank, which stops too."""
         for peer in self._writing:
             if peer != culprit and not self._reports.is_lost(peer):
                 self._notify(peer, _LOST, culprit)
@@ -152,7 +153,7 @@ class NixlRelay(threading.Thread):
                     text = next(iter(str(error).splitlines()), "")
                     self._on_failure(f"{type(error).__name__}: {text}")
             finally:
-                self.broken = True  # behind the error: who sees that nothing is sent any more is to find it
+                self.broken = True  # set after the error: a thread that sees it will find the error
 
     def _relay(self) -> None:
         pause = shortest = _POLL_SECONDS[0]
@@ -169,7 +170,7 @@ class NixlRelay(threading.Thread):
                 pause = min(1.5 * pause, _POLL_SECONDS[1])
 
     def _move(self, peer: int) -> bool:
-        """Whatever can be done now, without waiting. Most peers have nothing to do at a time."""
+        """Do everything that is possible now, without waiting. Most peers are idle at any time."""
         writing, reading, moved = self._writing[peer], self._reading[peer], False
         if (writing.sizes or writing.posted or reading.full) and not self._reports.is_lost(peer):
             moved = bool(writing.sizes) and self._post(peer)
@@ -224,7 +225,7 @@ class NixlRelay(threading.Thread):
         return moved
 
     def _may_post(self, writing: _Writing) -> tuple[bool, bool]:
-        """Whether the device has filled the next slot, and whether the peer has emptied the one that it goes to."""
+        """Whether the device has filled the next slot, and whether the peer has emptied its target."""
         slot, round_ = self._slot_and_round(writing.next)
         filled = at_least(int(writing.slots.out_full[slot]), round_)
         return filled, at_least(int(writing.emptied[slot]), round_ - 1)
@@ -247,7 +248,7 @@ class NixlRelay(threading.Thread):
         return moved
 
     def _finish_posted(self, peer: int) -> bool:
-        """A slot that has been written is the device's again."""
+        """Return written slots to the device."""
         writing, moved = self._writing[peer], False
         for number, handle in list(writing.posted.items()):
             try:
@@ -263,7 +264,7 @@ class NixlRelay(threading.Thread):
         return moved
 
     def _give_slots_back(self, peer: int) -> bool:
-        """Tell the peer which of its slots here the device has emptied."""
+        """Notify the peer of its slots here that the device has emptied."""
         reading, moved = self._reading[peer], False
         for number in sorted(reading.full):
             slot, round_ = self._slot_and_round(number)
@@ -280,7 +281,7 @@ class NixlRelay(threading.Thread):
             self._reports.note_lost(peer, peer)
 
     def _ping(self) -> None:
-        """Ask the peers that this rank waits for how far they are. Of one that is gone, NIXL says so."""
+        """Ask the peers that this rank waits for about their progress. NIXL reports a dead peer."""
         now = time.monotonic()
         if now - self._pinged > _PING_SECONDS:
             self._pinged = now
@@ -293,6 +294,7 @@ class NixlRelay(threading.Thread):
         return bool(writing.posted) or (bool(writing.sizes) and self._may_post(writing) == (True, False))
 
     def _waits_to_read(self, peer: int) -> bool:
-        """Not where the peer has no slot to write to, since this rank's own device has not emptied one."""
+        """Whether the peer is expected to write. Not if it has no free slot because this rank's device has not emptied
+        one."""
         reading = self._reading[peer]
         return reading.written < reading.expected and len(reading.full) < self._n_slots

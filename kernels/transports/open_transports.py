@@ -1,8 +1,8 @@
-"""The transports that this process has open, one per group and name.
+"""The open transports of this process, one per group and name.
 
-One that was asked for by name passes its self-test (proof.py), or it is an error. `auto` opens the SM-free one that the
-ranks of a group can use (selection.py), measures it and the group's own all-to-all (transport_speed.py), and keeps one
-of them. All of this is collective, so it is the same on every rank.
+A transport requested by name must pass its self-test (proof.py), else it is an error. `auto` opens the SM-free
+transport that the group's ranks can use (selection.py), measures it against the group's own all-to-all
+(transport_speed.py), and keeps one of them. All of this is collective, so every rank chooses the same.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from freescale.kernels.transports import proof, rank_view, selection, transport_
 
 log = logging.getLogger(__name__)
 
-options: dict[str, dict[str, Any]] = {name: {} for name in selection.SM_FREE}  # to open one with; from the flags
-# Names of transport, or "auto", and group: the group, and its transport; None: c10d.
+options: dict[str, dict[str, Any]] = {name: {} for name in selection.SM_FREE}  # constructor arguments, from the flags
+# (name or "auto", group name) -> the group, and its transport (None: c10d)
 _open: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 
 def transport_for(name: str, group: Any, x: torch.Tensor, n_recv: int) -> Any:
-    """What carries launches of the group under that name, None for c10d; found on first use, which is collective.
+    """The transport for launches of the group under that name, None for c10d. Opened on first use, which is collective.
 
-    `x`, `n_recv`: what this launch sends, and how many such rows it receives.
+    `x`, `n_recv`: the rows that this launch sends, and how many it receives.
     """
     known = _open.get((name, group.group_name))
     if known is not None and known[0] is group:
@@ -41,7 +41,7 @@ def transport_for(name: str, group: Any, x: torch.Tensor, n_recv: int) -> Any:
     try:
         return _open_proven(name, group, x.device)
     except proof.NotProven as error:
-        message = f"freescale: FREESCALE_TRANSPORT={name} cannot be met: {error}"
+        message = f"freescale: FREESCALE_TRANSPORT={name} is not supported here: {error}"
         raise selection.UnsupportedTransport(message) from error
 
 
@@ -51,7 +51,7 @@ def _open_proven(name: str, group: Any, device: torch.device) -> Any:
     if known is not None and known[0] is group:
         return known[1]
     if known is not None:
-        known[1].close()  # of a group that had the same name
+        known[1].close()  # of an earlier group with the same name
     module = import_module(f"freescale.kernels.transports.{name}")
     seconds = distributed.timeout_of(group).total_seconds()
     opening = partial(module.open_transport, group, device, **options[name])
@@ -61,7 +61,7 @@ def _open_proven(name: str, group: Any, device: torch.device) -> Any:
 
 
 def _choose(group: Any, device: torch.device, nbytes: int) -> Any:
-    """What `auto` takes; None: c10d. Collective. One sentence in the log says what, and why."""
+    """The choice of `auto`; None: c10d. Collective. Logs one line with the reason."""
     views, nbytes = rank_view.gather(group, device, nbytes)
     candidates = selection.candidates(views)
     open_before = {name for name, of_group in _open if of_group == group.group_name}
@@ -76,12 +76,12 @@ def _choose(group: Any, device: torch.device, nbytes: int) -> Any:
             transport = None
     if group.rank() == 0:
         name = "c10d" if transport is None else transport.name
-        log.info("auto: the launches of group %s go over %s: %s", group.group_name, name, reason)
+        log.info("auto: group %s uses %s: %s", group.group_name, name, reason)
     return transport
 
 
 def _open_candidate(candidates: selection.Candidates, group: Any, device: torch.device) -> Any:
-    """The SM-free candidate if it proves itself; None: c10d. An error where c10d cannot carry rows either."""
+    """The SM-free candidate if it passes its self-test, else None for c10d. An error if c10d cannot carry the rows."""
     problem = candidates.reason
     if candidates.sm_free:
         try:
@@ -89,7 +89,7 @@ def _open_candidate(candidates: selection.Candidates, group: Any, device: torch.
         except proof.NotProven as error:
             problem = str(error)
             if candidates.has_c10d and group.rank() == 0:
-                log.warning("freescale: launches go over c10d instead of %s: %s", candidates.sm_free, error)
+                log.warning("freescale: launches use c10d instead of %s: %s", candidates.sm_free, error)
     if not candidates.has_c10d:
         raise selection.UnsupportedTransport(
             f"freescale: no transport can carry the rows of group {group.group_name}: {problem}; "
@@ -103,28 +103,28 @@ def _transports() -> list[Any]:
 
 
 def names() -> list[str]:
-    """Of the transports that have been used."""
+    """Names of the transports in use."""
     return sorted({transport.name for transport in _transports()})
 
 
 def check() -> None:
-    """Raise if a transfer of any group has failed: a device that was released computes garbage until somebody asks."""
+    """Raise if a transfer of any group failed: a released device computes garbage until it is checked."""
     for transport in _transports():
         transport.check()
 
 
 def drain(*_: Any) -> None:
-    """Before tables are read for a checkpoint: wait until nothing is in flight, and raise if a transfer has failed.
+    """Called before tables are read for a checkpoint: wait until nothing is in flight, and raise if a transfer failed.
 
-    Otherwise what is read could wait for a stream that a failure releases, and be garbage without an error. Takes
-    whatever a hook is called with.
+    Otherwise the read could wait for a stream that a failure releases, and return garbage without an error. Arguments
+    of hooks are ignored.
     """
     for transport in _transports():
         transport.drain()
 
 
 def close() -> None:
-    """Give all pinned memory and streams back."""
+    """Free all pinned memory and streams."""
     for transport in _transports():
         transport.close()
     _open.clear()

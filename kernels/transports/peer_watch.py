@@ -1,8 +1,8 @@
-"""A thread that looks at a transport's messages in flight a few times a second.
+"""A thread that polls a transport's messages in flight a few times per second.
 
-If a peer is gone, or a message is older than the time-out, the transport fails: it keeps the error first and then
-releases the streams that wait, so that nothing hangs. The thread holds no reference to the transport between two
-looks, so one that nobody uses any more is collected.
+If a peer is gone, or a message exceeds the timeout, the transport fails: it records the error, then releases the
+waiting streams, so nothing hangs. The thread holds no reference to the transport between polls, so an unused transport
+can be collected.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _INTERVAL = 0.05  # seconds
 
 
 class Liveness(Protocol):
-    """What a rank knows of the others, however it hears of them."""
+    """What a rank knows about its peers."""
 
     def lost_peers(self) -> dict[int, int]:
-        """Peers that will send nothing more, and for each the one to name: itself, or the one that it reported."""
+        """Peers that will send nothing more, and for each the rank to name: itself, or the one it reported."""
 
     def report_failure(self, culprits: set[int]) -> None: ...
 
     def set_launched(self, messages: int) -> None: ...
 
     def peers_behind(self, messages: int) -> set[int]:
-        """Peers that have launched fewer."""
+        """Peers that have launched fewer messages."""
 
 
 class WatchedTransport(Protocol):
-    """What the thread needs of a transport."""
+    """The interface of a transport that the thread needs."""
 
     name: ClassVar[str]
     driver: Any
@@ -62,8 +62,8 @@ def start_watching(transport: WatchedTransport, stop: threading.Event) -> None:
 
 
 def look_for_failure(transport: WatchedTransport, waited: float = 0.0) -> None:
-    """One look of the watching thread; or of one that has `waited` so many seconds until nothing is in flight, not even
-    what the host sends when the device has finished."""
+    """One poll of the watcher thread, or of a thread that has `waited` this many seconds until nothing is in flight,
+    including data that the host sends after the device has finished."""
     oldest = transport.in_flight.oldest()
     if oldest is None and not waited:
         return
@@ -74,7 +74,7 @@ def look_for_failure(transport: WatchedTransport, waited: float = 0.0) -> None:
     age = time.monotonic() - oldest.launched_at if oldest is not None else waited
     if not lost and age < transport.timeout:
         return
-    missing = transport.missing_peers()  # empty where the message waits for this rank's own computation
+    missing = transport.missing_peers()  # empty if the message waits for this rank's own computation
     what = f"rank {transport.global_rank} cannot finish "
     what += f"message {oldest.number} of priority {oldest.priority}" if oldest is not None else "sending"
     if gone := {lost[p] for p in missing if p in lost}:
@@ -82,10 +82,10 @@ def look_for_failure(transport: WatchedTransport, waited: float = 0.0) -> None:
     elif missing and age >= transport.timeout:
         behind = set()
         if oldest is not None and transport.liveness is not None:
-            # a peer that has launched the message may itself wait for one that has not
+            # a peer that launched the message may itself wait for one that did not
             behind = transport.liveness.peers_behind(oldest.number + 1)
         silent = behind & missing or missing
-        transport.fail(f"{what}: {transport.describe_peers(silent)} silent for {age:.1f} s", silent)
+        transport.fail(f"{what}: {transport.describe_peers(silent)} not responding after {age:.1f} s", silent)
 
 
 def _watch(transport_ref: weakref.ref[WatchedTransport], stop: threading.Event) -> None:
@@ -100,7 +100,7 @@ def _watch(transport_ref: weakref.ref[WatchedTransport], stop: threading.Event) 
                 bound = True
             look_for_failure(transport)
         except Exception as error:  # noqa: BLE001  (without this thread, what waits would wait for ever)
-            with contextlib.suppress(Exception):  # the error is kept before anything else
+            with contextlib.suppress(Exception):  # the error is recorded first
                 transport.fail(
                     f"rank {transport.global_rank} cannot watch its messages: {type(error).__name__}: {error}",
                     {transport.rank},

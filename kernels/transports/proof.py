@@ -1,8 +1,7 @@
-"""A transport proves itself when it opens: before it carries anything, the ranks exchange random bytes and compare.
+"""Self-test of a transport: before first use, the ranks exchange random bytes and compare them.
 
-Every priority carries messages of uneven sizes, among them none at all, several in flight. Whatever is wrong with the
-way that a transport goes on these machines (a driver, a network, memory that is not what it seems), it shows here and
-not in a model that does not learn.
+Every priority carries messages of uneven sizes, including empty ones, several in flight. If the transport does not work
+on these machines (driver, network, memory), it shows here and not as a model that does not learn.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ import torch.distributed as dist
 from freescale.kernels.transports.shared_segment import cpu_group
 from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS
 
-SECONDS = 60.0  # for one priority; a transport that is slower than that is none
-_MESSAGES = 3  # of each priority
+SECONDS = 60.0  # per priority; a slower transport fails the test
+_MESSAGES = 3  # per priority
 _ROW_BYTES = 16
 _ROWS = (0, 1, 37, 1000, 4096)
 
 
 class NotProven(RuntimeError):
-    """A transport that did not open, or did not bring the bytes that were sent; alike on every rank."""
+    """The transport did not open, or did not deliver the bytes that were sent. The same on every rank."""
 
 
 def open_proven(open_transport: Any, group: dist.ProcessGroup, device: torch.device, timeout: float) -> Any:
-    """What `open_transport` returns, if it brings the right bytes to every rank; else NotProven. Collective."""
-    verdicts = cpu_group(group, 2 * timeout + SECONDS * PRIORITY_LEVELS, -1)  # of no other use, so never in between
+    """Open a transport and test it on every rank; raise NotProven if it fails. Collective."""
+    verdicts = cpu_group(group, 2 * timeout + SECONDS * PRIORITY_LEVELS, -1)  # used only here
     transport, problem, begin = None, "", time.monotonic()
     try:
         transport = open_transport()
@@ -37,7 +36,7 @@ def open_proven(open_transport: Any, group: dist.ProcessGroup, device: torch.dev
         problem = str(error).removeprefix("freescale: ") or type(error).__name__
     said = [(problem, 0.0)] * group.size()
     dist.all_gather_object(said, (problem, time.monotonic() - begin), group=verdicts)
-    # Who was quickest to fail has not failed for another's sake.
+    # The first rank to fail did not fail because of another.
     failed = [(seconds, rank, words) for rank, (words, seconds) in enumerate(said) if words]
     if not failed:
         return transport
@@ -48,9 +47,9 @@ def open_proven(open_transport: Any, group: dist.ProcessGroup, device: torch.dev
 
 
 def find_problem(transport: Any, group: dist.ProcessGroup, device: torch.device) -> str:
-    """What is wrong with what this rank receives, in words; empty if nothing is.
+    """Describe what is wrong with the data received by this rank; empty if nothing is.
 
-    Wrong bytes do not end it: the other ranks wait for what this one sends.
+    Wrong bytes do not end the test: other ranks wait for this rank's data.
     """
     problem = ""
     for priority in range(PRIORITY_LEVELS):
@@ -60,7 +59,7 @@ def find_problem(transport: Any, group: dist.ProcessGroup, device: torch.device)
             while not work.is_completed():
                 transport.check()
                 if time.monotonic() > end:
-                    return f"{transport.name} has not carried {out.nbytes} bytes within {SECONDS:g} s"
+                    return f"{transport.name} did not deliver {out.nbytes} bytes within {SECONDS:g} s"
                 time.sleep(1e-4)
             work.wait()
             transport.check()
@@ -69,7 +68,7 @@ def find_problem(transport: Any, group: dist.ProcessGroup, device: torch.device)
 
 
 def _send(transport: Any, group: dist.ProcessGroup, device: torch.device, priority: int, number: int) -> tuple:
-    """The work of a message, what it arrives in, and what must be in it from each rank."""
+    """The Work of a message, its output, and the expected bytes from each rank."""
     rank, world = group.rank(), group.size()
     parts = [_bytes(rank, to, priority, number, world) for to in range(world)]
     expected = [_bytes(source, rank, priority, number, world) for source in range(world)]
@@ -82,14 +81,14 @@ def _compare(name: str, group: dist.ProcessGroup, out: torch.Tensor, expected: l
     for source, (part, got) in enumerate(zip(expected, out.split([len(p) for p in expected]), strict=True)):
         if wrong := int((part != got).sum()):
             rank = dist.get_process_group_ranks(group)[source]
-            return f"{name} brought {wrong} of {part.nbytes} bytes wrong from rank {rank}"
+            return f"{name} corrupted {wrong} of {part.nbytes} bytes from rank {rank}"
     return ""
 
 
 def _bytes(source: int, to: int, priority: int, number: int, world: int) -> torch.Tensor:
-    """What one rank sends another: both know it."""
+    """The bytes that one rank sends another; both can generate them."""
     rows = _ROWS[(source + 2 * to + number) % len(_ROWS)]
-    rows = min(rows, max(1, _ROWS[-1] * 8 // world)) if rows else 0  # with many ranks, less to each
+    rows = min(rows, max(1, _ROWS[-1] * 8 // world)) if rows else 0  # fewer per rank for large groups
     seed = ((source * world + to) * PRIORITY_LEVELS + priority) * _MESSAGES + number
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (rows, _ROW_BYTES), dtype=torch.uint8, generator=generator)

@@ -1,4 +1,4 @@
-"""What a rank sees of the machine it is on, as far as the choice of a transport depends on it (selection.py)."""
+"""What a rank reports about its machine for the choice of a transport (selection.py)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from freescale.kernels.transports.shared_segment import cpu_group, host_id
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank of a group whose rows are on a GPU."""
+    """One rank of a group with rows on a GPU."""
 
     rank: int
-    host: str  # the same for ranks that can share memory
+    host: str  # equal for ranks that can share memory
     gpu: str
-    backend: str = "nccl"  # that carries the group's own all-to-all of rows on a GPU; empty: none does
-    no_rdma: str = ""  # why this rank cannot do RDMA without SMs; empty: it can
-    nccl_shares_gpus: bool = False  # NCCL is told to serve several ranks on a GPU
+    backend: str = "nccl"  # carries the group's all-to-all of CUDA tensors; empty: none does
+    no_rdma: str = ""  # why this rank has no SM-free RDMA; empty: it has
+    nccl_shares_gpus: bool = False  # NCCL is configured to allow several ranks per GPU
 
 
 def gather(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> tuple[list[RankView], int]:
-    """What every rank sees, in rank order, and the largest `nbytes` of any. Collective."""
+    """All ranks' views, in rank order, and the largest `nbytes`. Collective."""
     everyone: list[Any] = [None] * group.size()
     seconds = distributed.timeout_of(group).total_seconds()
     dist.all_gather_object(everyone, (look(group, device), nbytes), group=cpu_group(group, seconds))
@@ -34,7 +34,7 @@ def gather(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> tuple
 
 
 def look(group: dist.ProcessGroup, device: torch.device) -> RankView:
-    """What this rank sees."""
+    """This rank's view."""
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return RankView(
         dist.get_rank(),
@@ -47,11 +47,11 @@ def look(group: dist.ProcessGroup, device: torch.device) -> RankView:
 
 
 def _gpu_name(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)  # ranks may number them differently
+    return str(torch.cuda.get_device_properties(index).uuid)  # indices may differ between ranks
 
 
 def no_rdma_reason(root: str = "/") -> str:
-    """Why NIXL cannot do RDMA on this host, in words; empty if it can."""
+    """Why NIXL cannot use RDMA on this host; empty if it can."""
     devices = sorted(Path(root, "sys/class/infiniband").glob("*"))
     if not devices:
         return "there is no RDMA device"

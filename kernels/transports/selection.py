@@ -5,9 +5,9 @@
     nixl     copy engines, host memory and NVIDIA's NIXL between hosts, no SM
     auto     one of these, chosen at the first launch of a group
 
-The choice of `auto` is made by all ranks of a group together, from what each of them sees (rank_view.py), so it is the
-same on every rank: what one rank cannot do, none does. It is not in a compiled graph, nor in the key of torch's caches:
-code that was compiled on one cluster, or while a network was slow, serves on another.
+All ranks of a group choose together for `auto`, from what each reports (rank_view.py), so the choice is the same on
+every rank: a transport must be supported by all. The choice is not part of a compiled graph or of torch's cache keys:
+code compiled on one cluster, or on a slow network, runs on another.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from freescale.compat import nixl
 from freescale.kernels.transports.rank_view import RankView
 
 SM_FREE = ("staged", "nixl")
-SM_FREE_MARGIN = 1.2  # a transport without SMs may take so many times as long as the fastest
+SM_FREE_MARGIN = 1.2  # an SM-free transport may take this many times as long as the fastest
 
 RULE = (  # for `python -m freescale doctor`
     "auto, on the CPU: c10d",
-    "auto, over several hosts: nixl where every rank has it and RDMA, else c10d (NCCL)",
-    "auto, in one host: staged",
-    "auto then measures that one and c10d, where both can serve, at the size of the first launch; the slowest rank "
-    "counts; c10d is taken if the other takes more than 20% longer",
+    "auto, over several hosts: nixl if every rank has NIXL and RDMA, else c10d (NCCL)",
+    "auto, on one host: staged",
+    "auto then measures that transport and c10d, if both are supported, at the size of the first launch; the slowest "
+    "rank counts; c10d is chosen if the other takes more than 20% longer",
 )
 
 
 class UnsupportedTransport(ValueError):
-    """A transport was requested by name and cannot serve here."""
+    """A transport was requested by name and is not supported here."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What `auto` may take. Where there are two, they are measured."""
+    """The candidates of `auto`. If there are two, they are measured."""
 
-    sm_free: str  # if it proves itself; empty: none
-    no_c10d: str  # why the group's own all-to-all cannot carry rows on a GPU, and what to do; empty: it can
+    sm_free: str  # if it passes its self-test; empty: none
+    no_c10d: str  # why the group's all-to-all cannot carry CUDA rows, and what to do; empty: it can
     reason: str
 
     @property
@@ -48,25 +48,25 @@ class Candidates:
 
 
 def choose_transport(requested: str, device_type: str) -> tuple[str, str]:
-    """(transport, why), for a graph. `requested` is "auto" or a name; a name that cannot serve is an error."""
+    """(transport, reason), for a graph. `requested` is "auto" or a name; an unsupported name is an error."""
     if requested == "auto":
         if device_type == "cuda":
-            return "auto", "chosen when the first launch of its group leaves"
+            return "auto", "chosen at the first launch of its group"
         return "c10d", f"the rows are on the {device_type}"
     if reason := unsupported_reason(requested, device_type):
-        raise UnsupportedTransport(f"freescale: FREESCALE_TRANSPORT={requested} cannot be met: {reason}")
-    return requested, "it was asked for"
+        raise UnsupportedTransport(f"freescale: FREESCALE_TRANSPORT={requested} is not supported here: {reason}")
+    return requested, "requested"
 
 
 def unsupported_reason(name: str, device_type: str) -> str:
-    """Why rows on such a device cannot go over the transport; empty if they can."""
+    """Why the transport cannot carry rows on such a device; empty if it can."""
     if name != "c10d" and device_type != "cuda":
         return f"{name} copies between GPUs and the rows are on the {device_type}"
     return nixl.missing_reason() if name == "nixl" else ""
 
 
 def candidates(views: Sequence[RankView]) -> Candidates:
-    """What `auto` may take for rows on GPUs, from what every rank of the group sees; and why."""
+    """The candidates of `auto` for rows on GPUs, from the views of all ranks; and the reason."""
     hosts, gpus = {v.host for v in views}, {v.gpu for v in views}
     shared = len(gpus) < len(views)
     no_c10d = ""
@@ -79,13 +79,13 @@ def candidates(views: Sequence[RankView]) -> Candidates:
     if len(hosts) > 1:
         where = f"the ranks are on {len(hosts)} hosts"
         if unable := [v for v in views if v.no_rdma]:
-            return Candidates("", no_c10d, f"{where}, and on that of rank {unable[0].rank} {unable[0].no_rdma}")
-        return Candidates("nixl", no_c10d, f"{where}, with NIXL and RDMA on every one")
+            return Candidates("", no_c10d, f"{where}; rank {unable[0].rank}: {unable[0].no_rdma}")
+        return Candidates("nixl", no_c10d, f"{where}, all with NIXL and RDMA")
     return Candidates("staged", no_c10d, "several ranks share a GPU" if shared else "the ranks are on one host")
 
 
 def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
-    """Which to take. `seconds`: of each candidate, on each rank; the slowest rank's count."""
+    """Choose a transport. `seconds`: per candidate, per rank; the slowest rank counts."""
     slowest = {name: max(of_ranks) for name, of_ranks in seconds.items()}
     limit = SM_FREE_MARGIN * min(slowest.values())
     without_sms = [name for name in slowest if name != "c10d" and slowest[name] <= limit < float("inf")]
@@ -93,6 +93,6 @@ def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
 
 
 def figures(seconds: Mapping[str, Sequence[float]], nbytes: int) -> str:
-    """What was measured, in words."""
+    """Describe the measurement."""
     words = (f"{name} {max(of_ranks) * 1e3:.3g} ms" for name, of_ranks in seconds.items())
-    return f"for {nbytes / 2**20:.3g} MiB the slowest rank takes over {', over '.join(words)}"
+    return f"for {nbytes / 2**20:.3g} MiB the slowest rank takes: {', '.join(words)}"

@@ -1,10 +1,9 @@
-"""Memory that all ranks of one host share: a file in /dev/shm that has no name, so the kernel removes it with the last
-rank that has it open, however that rank ends.
+"""Memory shared by all ranks of one host: an unnamed file in /dev/shm, which the kernel frees with the last process
+that has it open, regardless of how that process ends.
 
-Ranks first tell each other where they are; memory is reserved only where all of them are on one host. Rank 0 opens the
-file and passes it to the others over Unix sockets, whose addresses are no files either.
-Each rank holds a lock on one byte of the file. The kernel drops it when the process ends, however it ends, so the
-others can see who is gone.
+Ranks first exchange their locations; memory is reserved only if all of them are on one host. Rank 0 opens the file and
+passes it to the others over Unix sockets with abstract addresses. Each rank locks one byte of the file. The kernel
+releases the lock when the process ends, so the others can detect it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _FLOCK_FORMAT = "hhqqi4x"  # struct flock
 
 
 def host_id() -> str:
-    """The same for processes that can share memory: of one running kernel, and with the same /dev/shm."""
+    """An id that is equal for processes that can share memory: same running kernel, same /dev/shm."""
     try:
         with open(_BOOT_ID) as file:
             kernel = file.read().strip()
@@ -43,11 +42,11 @@ def host_id() -> str:
     try:
         return f"{kernel} {os.stat(_FOLDER).st_dev}"
     except OSError:
-        return f"{kernel} {secrets.token_hex(8)}"  # with nobody
+        return f"{kernel} {secrets.token_hex(8)}"  # unique: shares with no other process
 
 
 def share_segment(nbytes: int, rank: int, group: dist.ProcessGroup) -> tuple[SharedSegment | None, str]:
-    """A segment that every rank of the group has mapped, or none and why not. Collective over a CPU group."""
+    """A segment mapped by every rank of the group, or None and the reason. Collective over a CPU group."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox, contextlib.ExitStack() as undo:
         places = _all_gather(_place(inbox), group)
         hosts = len({host for host, _ in places})
@@ -76,7 +75,7 @@ def share_segment(nbytes: int, rank: int, group: dist.ProcessGroup) -> tuple[Sha
 
 
 def _place(inbox: socket.socket) -> tuple[str, bytes]:
-    """Where this rank is, and the address of its inbox, which is in no folder."""
+    """This rank's location, and the address of its inbox, an abstract Unix socket."""
     try:
         inbox.setblocking(False)
         inbox.bind(f"\0freescale-{secrets.token_hex(16)}")
@@ -91,7 +90,7 @@ def _identity(file: int) -> tuple[int, int]:
 
 
 def _receive_file(inbox: socket.socket, identity: tuple[int, int]) -> int:
-    """The one that rank 0 sent. Files that another process sent are closed."""
+    """Receive the file sent by rank 0. Files sent by other processes are closed."""
     while True:
         _, files, *_ = socket.recv_fds(inbox, 1, 1)
         for file in files:
@@ -102,23 +101,23 @@ def _receive_file(inbox: socket.socket, identity: tuple[int, int]) -> int:
 
 
 def _make_segment(nbytes: int) -> tuple[SharedSegment | None, str]:
-    """That of rank 0; or none, a warning, and why not."""
+    """Create rank 0's segment. If that fails: None, a warning, and the reason."""
     try:
         free = _free_bytes()
         if free >= nbytes:
             return SharedSegment(_file_without_name(), nbytes, 0, reserve=True), ""
         there, needed = free / 2**20, nbytes / 2**20
-        reason = f"{_FOLDER} has {there:.1f} MiB free, and the ranks of this host need {needed:.1f} there"
+        reason = f"{_FOLDER} has {there:.1f} MiB free, but the ranks of this host need {needed:.1f} MiB"
     except OSError as error:
-        reason = f"rank 0 cannot make {nbytes / 2**20:.1f} MiB in {_FOLDER}: {error}"
-    log.warning("freescale: %s; the transport staged cannot be used (containers: --shm-size makes it larger)", reason)
+        reason = f"rank 0 cannot allocate {nbytes / 2**20:.1f} MiB in {_FOLDER}: {error}"
+    log.warning("freescale: %s; transport staged is disabled (in a container, raise --shm-size)", reason)
     return None, reason
 
 
 def _file_without_name() -> int:
     try:
         return os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # a file system without such files (gVisor's)
+    except OSError:  # a file system without unnamed files (gVisor's)
         return os.memfd_create("freescale", os.MFD_CLOEXEC)
 
 
@@ -137,11 +136,11 @@ class SharedSegment:
     """One rank's view of the shared file."""
 
     def __init__(self, file: int, nbytes: int, rank: int, reserve: bool = False) -> None:
-        """Takes the open `file`."""
+        """Takes ownership of the open `file`."""
         self.file, self.nbytes = file, nbytes
         try:
             if reserve:
-                os.posix_fallocate(file, 0, nbytes)  # else a full /dev/shm would kill us at the first touch
+                os.posix_fallocate(file, 0, nbytes)  # otherwise a full /dev/shm would raise SIGBUS at the first touch
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
             self.bytes = np.frombuffer(mmap.mmap(file, nbytes), np.uint8)
             self.address: int = self.bytes.ctypes.data
@@ -150,42 +149,42 @@ class SharedSegment:
             raise
 
     def send(self, sender: socket.socket, addresses: Sequence[bytes]) -> None:
-        """Who does not get the file says so later."""
+        """Send the file. A rank that does not receive it reports that later."""
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", self.file))]
         for address in addresses:
             with contextlib.suppress(OSError):
                 sender.sendmsg([b"file"], ancillary, 0, address)
 
     def words(self, offset: int, count: int) -> np.ndarray:
-        """`count` 32-bit words, a cache line each."""
+        """`count` 32-bit words, one per cache line."""
         return self.bytes.view(np.uint32)[offset // 4 : (offset + count * WORD_STRIDE) // 4 : WORD_STRIDE // 4]
 
     def is_held_by(self, rank: int) -> bool:
-        """Whether that rank, not this one, still has the segment."""
+        """Whether that rank (not this one) still has the segment open."""
         query = struct.pack(_FLOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         kind = struct.unpack(_FLOCK_FORMAT, fcntl.fcntl(self.file, fcntl.F_GETLK, query))[0]
         return kind != fcntl.F_UNLCK
 
     def close(self) -> None:
-        """Let go: the others see it. The mapping itself ends with the last array that looks into it."""
+        """Release the lock, which the others can see. The mapping ends with the last array on it."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
 
 
 class PeerLiveness:
-    """Which ranks are alive and how many messages each has launched: a cache line per rank at the segment's start."""
+    """Which ranks are alive and how many messages each has launched: one cache line per rank at the segment's start."""
 
     nbytes_per_rank = WORD_STRIDE
 
     def __init__(self, segment: SharedSegment, rank: int, world: int) -> None:
         self._segment, self._rank = segment, rank
         self._peers = [p for p in range(world) if p != rank]
-        self._failure_reports = segment.words(0, world)  # 0, or one more than the rank to name
+        self._failure_reports = segment.words(0, world)  # 0, or 1 + the rank to name
         self._launched = segment.words(4, world)
 
     def lost_peers(self) -> dict[int, int]:
-        """Peers that will send nothing more, and for each the one to name: itself, or the one that it reported."""
+        """Peers that will send nothing more, and for each the rank to name: itself, or the one it reported."""
         exited = {p: p for p in self._peers if not self._segment.is_held_by(p)}
         return {**exited, **{p: int(self._failure_reports[p]) - 1 for p in self._peers if self._failure_reports[p]}}
 
@@ -197,7 +196,7 @@ class PeerLiveness:
         self._launched[self._rank] = messages & 0xFFFFFFFF
 
     def peers_behind(self, messages: int) -> set[int]:
-        """Peers that have launched fewer."""
+        """Peers that have launched fewer messages."""
         return {p for p in self._peers if not at_least(int(self._launched[p]), messages)}
 
 
@@ -207,7 +206,7 @@ _cpu_groups: dict[tuple[str, int, float], tuple[dist.ProcessGroup, dist.ProcessG
 def cpu_group(group: dist.ProcessGroup, timeout: float, number: int = 0) -> dist.ProcessGroup:
     """A gloo group of the same ranks. Collective on first use.
 
-    Kept for as long as `group`: a new group that gets the name of a destroyed one would find the old one's addresses.
+    Kept as long as `group`: a new group that reuses a destroyed group's name would find the old addresses.
     """
     key = group.group_name, number, timeout
     known = _cpu_groups.get(key)

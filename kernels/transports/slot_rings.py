@@ -1,15 +1,15 @@
-"""How an all-to-all is cut into pieces that pass through rings of slots. Plain numbers: no device, no memory.
+"""Cuts an all-to-all into pieces that pass through rings of slots. Pure arithmetic: no device, no memory.
 
-A lane is one ring in one direction. Its slots are used in turn; piece number n takes slot n % slots in round
-n // slots + 1. Two words per slot carry the round: `full` says that the data is in, `free` says that it has been taken.
-The writer of a piece waits for `free` of the round before, the reader for `full` of the round; so memory is bounded
-and a slow reader holds the writer back.
+A lane is one ring in one direction. Slots are used in turn: piece n takes slot n % slots in round n // slots + 1. Two
+words per slot hold a round: `full` means the data is in, `free` means it has been taken. The writer of a piece waits
+for `free` of the previous round, the reader for `full` of this round. So memory is bounded, and a slow reader holds the
+writer back.
 
-Why no set of ranks can deadlock: every rank puts its transfers in the order of (message, piece, distance), where
-distance is (receiver - sender) % world; a send goes before the receive of the same key. A transfer waits for transfers
-of smaller keys alone, or, a receive, for the send of its own key. So the smallest unfinished transfer can always run.
-This holds even if one hardware queue carries all streams of a rank. (When the streams of a message come together at its
-end, the receives of later messages wait for transfers of this one: of smaller keys.)
+Why ranks cannot deadlock: every rank orders its transfers by (message, piece, distance), where distance is
+(receiver - sender) % world, and a send comes before the receive of the same key. A transfer waits only for transfers of
+smaller keys or, if it is a receive, for the send of its own key. So the smallest unfinished transfer can always run,
+even if one hardware queue carries all streams of a rank. (Since the streams of a message join at its end, receives of
+later messages wait for transfers of this one, which have smaller keys.)
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-PRIORITY_LEVELS = 3  # priorities 0, 1 and 2; each has slots and streams of its own
-WORD_STRIDE = 64  # a cache line per word: the two sides of a lane do not share one
+PRIORITY_LEVELS = 3  # priorities 0, 1 and 2, each with its own slots and streams
+WORD_STRIDE = 64  # one cache line per word: the two sides of a lane share none
 PAGE_BYTES = 4096
 
 
@@ -32,7 +32,7 @@ def level_of(priority: int) -> int:
 
 
 class Lane(ctypes.Structure):
-    """One ring in one direction, as one side sees it. Plain numbers, which native/transfers.c reads and counts too."""
+    """One ring in one direction, as seen by one side. Plain numbers, also read and updated by native/transfers.c."""
 
     peer: int
     sends: int  # 0 or 1
@@ -41,7 +41,7 @@ class Lane(ctypes.Structure):
     data_address: int  # of the first slot
     wait_address: int  # of the first word that this side waits for
     signal_address: int  # of the first word that this side writes
-    host_words: int  # where the host can read the words that this side waits for; 0: it cannot
+    host_words: int  # host address of the words that this side waits for; 0: not readable
     word_stride: int
     next_piece: int
 
@@ -52,7 +52,7 @@ class Lane(ctypes.Structure):
     ]
 
     def __init__(self, *, wait_words: np.ndarray | None = None, **numbers: int) -> None:
-        """`wait_words`: the words that this side waits for, where the host can read them."""
+        """`wait_words`: the words that this side waits for, if the host can read them."""
         super().__init__(**numbers, word_stride=WORD_STRIDE)
         self.wait_words = wait_words
         if wait_words is not None:
@@ -63,20 +63,20 @@ class Lane(ctypes.Structure):
         return piece % self.slots
 
     def awaited_round(self, piece: int) -> int:
-        """What the word must have reached before piece number `piece` may move."""
+        """The round that the word must reach before piece number `piece` may move."""
         return piece // self.slots + (0 if self.sends else 1)
 
     def may_move(self, piece: int, wait_words: np.ndarray) -> bool:
         return at_least(int(wait_words[piece % self.slots]), self.awaited_round(piece))
 
     def is_blocked(self, wait_words: np.ndarray) -> bool:
-        """Whether a piece that was issued cannot move yet. (Those of two streams may pass each other.)"""
+        """Whether an issued piece cannot move yet. (Pieces of two streams may overtake each other.)"""
         issued = range(max(0, self.next_piece - self.slots), self.next_piece)
         return not all(self.may_move(piece, wait_words) for piece in issued)
 
 
 def at_least(word: int, value: int) -> bool:
-    """The comparison of the stream waits: on 32-bit numbers that wrap around."""
+    """The comparison of stream waits, on wrapping 32-bit numbers."""
     return (word - value) & 0xFFFFFFFF < 0x80000000
 
 
@@ -90,11 +90,11 @@ class Transfer(NamedTuple):
 
 
 def transfers_in_order(rank: int, send: Sequence[int], recv: Sequence[int], piece_bytes: int) -> Iterator[Transfer]:
-    """Every piece of a message, in the order that cannot deadlock; `send` and `recv` are bytes per peer."""
+    """Every piece of a message, in the deadlock-free order; `send` and `recv` are bytes per peer."""
     world = len(send)
     starts_out, starts_in = [0, *accumulate(send)], [0, *accumulate(recv)]
     for begin in range(0, max((*send, *recv), default=0), piece_bytes):
-        for distance in (*range(1, world), 0):  # others first; what a rank sends to itself comes last
+        for distance in (*range(1, world), 0):  # the rank's data for itself comes last
             to, source = (rank + distance) % world, (rank - distance) % world
             if begin < send[to]:
                 yield Transfer(True, to, starts_out[to] + begin, min(piece_bytes, send[to] - begin))
@@ -104,8 +104,8 @@ def transfers_in_order(rank: int, send: Sequence[int], recv: Sequence[int], piec
 
 @dataclass(frozen=True)
 class SharedLayout:
-    """Where the lanes between every two ranks of a host lie in the memory that the ranks share. A line for each rank
-    (PeerLiveness) comes first; then the words of all lanes, then their slots."""
+    """Layout of the lanes between all ranks of a host in shared memory: one line per rank (PeerLiveness), then the
+    words of all lanes, then their slots."""
 
     world: int
     slots: int
@@ -133,7 +133,7 @@ class SharedLayout:
 
 
 def fit_layout(world: int, ring_bytes: int, piece_bytes: int) -> SharedLayout:
-    """The largest pieces up to `piece_bytes` with which one rank's lanes need at most `ring_bytes`."""
+    """The largest piece size up to `piece_bytes` for which one rank's lanes fit in `ring_bytes`."""
     slots = max(2, 8 // world)
     fitting = min(piece_bytes, ring_bytes // (world * PRIORITY_LEVELS * slots)) // PAGE_BYTES * PAGE_BYTES
     if fitting < PAGE_BYTES:

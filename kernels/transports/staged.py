@@ -1,12 +1,12 @@
-"""The `staged` transport: an all-to-all through pinned host memory by copy engines alone, no kernel anywhere.
+"""The `staged` transport: an all-to-all through pinned host memory by copy engines alone, no kernel.
 
-    device of the sender --copy engine--> slot in host memory --copy engine--> device of the receiver
+    sender's device --copy engine--> slot in host memory --copy engine--> receiver's device
 
-All ranks are on one host, and the slots are in memory that they share: the sender copies into the slot that the
-receiver copies out of, and both signals are words beside it that the devices themselves write and wait for. No
-process touches a byte or a signal. What a rank sends to itself goes through the host too, so no part of it takes SMs.
+All ranks are on one host and share the memory of the slots: the receiver copies out of the slot that the sender copied
+into. The signals are words next to it that the devices write and wait for themselves; no process touches data or
+signals. Data for the rank itself also goes through the host, so nothing takes SMs.
 
-Memory is bounded by `ring_bytes` per rank, allocated once; a sender whose slots are taken waits on its stream.
+Memory is bounded by `ring_bytes` per rank, allocated once; a sender without a free slot waits on its stream.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from freescale.kernels.transports.shared_segment import PeerLiveness, SharedSegm
 from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, Lane
 
 RING_BYTES = 256 << 20  # per rank
-PIECE_BYTES = 8 << 20  # at most, per slot
+PIECE_BYTES = 8 << 20  # maximum, per slot
 
 
 class SharedMemoryTransport(CopyTransport):
-    """Ranks of one host. Lanes lie between every two ranks, a rank and itself included."""
+    """Ranks of one host. There is a lane for every pair of ranks, including each rank with itself."""
 
     name = "staged"
 
@@ -57,11 +57,11 @@ class SharedMemoryTransport(CopyTransport):
         )
         self._wait_words = [lane.wait_words for lane in self._all_lanes() if lane.wait_words is not None]
         self._resources.on_close(release_words, self._wait_words)
-        self.pinned_bytes = segment.nbytes  # of the host, not of each rank: all ranks pin the same memory
+        self.pinned_bytes = segment.nbytes  # per host, not per rank: all ranks pin the same memory
         self._start_watching()
 
     def _lane(self, peer: int, level: int, sends: bool, mapped: int) -> Lane:
-        """`mapped` is the device's address of the segment."""
+        """`mapped`: device address of the segment."""
         lane = self.layout.lane(self.rank, peer, level) if sends else self.layout.lane(peer, self.rank, level)
         full, free = self.layout.full_offset(lane), self.layout.free_offset(lane)
         waits, signals = (free, full) if sends else (full, free)
@@ -98,7 +98,7 @@ def open_transport(
     timeout: float | None = None,
     driver: Any = None,
 ) -> SharedMemoryTransport:
-    """Make the group's transport. Collective: every rank calls it, with the same arguments."""
+    """Open the group's transport. Collective: every rank passes the same arguments."""
     if driver is None:
         driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
     seconds = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()

@@ -1,4 +1,4 @@
-"""How long each of several transports takes for the same all-to-all, on every rank."""
+"""Measures how long several transports take for the same all-to-all, on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from freescale.compat import distributed
 from freescale.kernels.transports import c10d
 from freescale.kernels.transports.shared_segment import cpu_group
 
-DEFAULT_BYTES, MAX_BYTES = 4 << 20, 64 << 20  # per rank: where the first launch is empty, and at most
+DEFAULT_BYTES, MAX_BYTES = 4 << 20, 64 << 20  # per rank: used if the first launch is empty, and the maximum
 _ROW_BYTES = 256
 _REPEATS = 3
 
@@ -22,18 +22,18 @@ _REPEATS = 3
 def measure(
     transports: Mapping[str, Any], nbytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of every rank, by name. A transport that is None is the group's own. Collective.
+    """Seconds per rank, by name; None is the group's own all-to-all. Collective.
 
-    One that fails on a rank has taken for ever there.
+    A transport that fails on a rank took infinite time there.
     """
     everyone = cpu_group(group, distributed.timeout_of(group).total_seconds())
-    rows = -(-size_of(nbytes) // (_ROW_BYTES * group.size()))  # to each peer
+    rows = -(-size_of(nbytes) // (_ROW_BYTES * group.size()))  # per peer
     x = torch.zeros(rows * group.size(), _ROW_BYTES, dtype=torch.uint8, device=device)
     mine: dict[str, float] = {}
     for name, transport in transports.items():
         of_repeats = []
         for _ in range(1 + _REPEATS):  # the first one also opens connections
-            dist.barrier(everyone)  # a rank on which it has failed comes too
+            dist.barrier(everyone)  # ranks on which it failed join too
             try:
                 of_repeats.append(_seconds(transport, x, rows, group))
             except RuntimeError:
@@ -45,12 +45,12 @@ def measure(
 
 
 def size_of(nbytes: int) -> int:
-    """What a rank sends, where its first launch has so many bytes."""
+    """Bytes that a rank sends in the measurement, given those of its first launch."""
     return min(nbytes or DEFAULT_BYTES, MAX_BYTES)
 
 
 def _seconds(transport: Any, x: torch.Tensor, rows: int, group: dist.ProcessGroup) -> float:
-    """Of one all-to-all with as many rows to each peer."""
+    """Seconds of one all-to-all with equal rows per peer."""
     counts = torch.full((group.size(),), rows)
     _synchronize(x.device)
     start = time.perf_counter()

@@ -44,7 +44,7 @@ def test_without_nixl_it_says_what_to_install(without_nixl):
     probes.self_test()
     with pytest.raises(selection.UnsupportedTransport) as error:
         selection.choose_transport("nixl", "cuda")
-    assert str(error.value) == f"freescale: FREESCALE_TRANSPORT=nixl cannot be met: {remedy}"
+    assert str(error.value) == f"freescale: FREESCALE_TRANSPORT=nixl is not supported here: {remedy}"
 
 
 def test_a_nixl_that_does_not_load_is_another_reason(without_nixl, monkeypatch, tmp_path):

@@ -110,7 +110,7 @@ def test_on_the_host_the_clock_of_the_host_counts(driver):
 def test_a_wait_in_vain(driver):
     work = work_of(driver)
     work.work.error = "rank 1 is gone"
-    with pytest.raises(RuntimeError, match=r"rank 3 waited for urgent rows of item \(24 bytes\) in vain: .* rank 1 is gone"):
+    with pytest.raises(RuntimeError, match=r"rank 3 waited for urgent rows of item \(24 bytes\), which did not arrive: .* rank 1 is gone"):
         work.wait()
     assert work.record.wait_ended >= work.record.wait_began > 0
 

@@ -59,7 +59,7 @@ def _late_rank():
 def test_a_late_rank_is_named_after_the_time_out():
     for rank, said in enumerate(run_ranks(_late_rank, 3, expect_errors=True)):
         if rank != 1:
-            assert f"freescale: nixl: rank {rank} cannot finish message 0 of priority 2: rank 1 is silent for " in said, said
+            assert f"freescale: nixl: rank {rank} cannot finish message 0 of priority 2: rank 1 is not responding after " in said, said
 
 
 def _waits_for_its_own_device():
@@ -79,8 +79,8 @@ def _waits_for_its_own_device():
 
 def test_who_waits_for_its_own_device_names_nobody():
     first, second = run_ranks(_waits_for_its_own_device, 2)
-    assert "rank 0 cannot finish message 0 of priority 1: rank 1 is silent" in first
-    assert second is None or "rank 0 is silent" not in second, second
+    assert "rank 0 cannot finish message 0 of priority 1: rank 1 is not responding" in first
+    assert second is None or "rank 0 is not responding" not in second, second
 
 
 def _thread_dies():
@@ -132,7 +132,7 @@ def _one_rank_without_it():
 
 def test_one_rank_without_nixl_is_an_error_on_every_rank():
     for said in run_ranks(_one_rank_without_it, 2, expect_errors=True):
-        assert "freescale: nixl: rank 1 cannot open it: NVIDIA's NIXL is missing" in said
+        assert "freescale: nixl: rank 1 cannot open the transport: NVIDIA's NIXL is missing" in said
 
 
 # ---- on CUDA: ranks on one GPU -------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_one_that_swaps_two_bytes_is_replaced_on_every_rank_with_one_warning():
     assert [(same, used) for same, used, _ in found] == [(True, [])] * 3  # over c10d
     warnings = [text for _, _, said in found for level, text in said if level == "WARNING"]
     assert len(warnings) == 1, found
-    words = "freescale: launches go over c10d instead of staged: rank 1: staged brought 2 of "
+    words = "freescale: launches use c10d instead of staged: rank 1: staged corrupted 2 of "
     assert warnings[0].startswith(words) and " bytes wrong from rank " in warnings[0]
 
 
@@ -104,13 +104,13 @@ def _in_the_log(found):
 def test_auto_takes_what_the_ranks_can_use_and_says_so_once():
     found = run_ranks(_launch, 3, [HostDriver] * 3, "auto", SHARED_GPU)
     assert [(same, used) for same, used, _ in found] == [(True, ["staged"])] * 3
-    assert _in_the_log(found) == "auto: the launches of group 0 go over staged: several ranks share a GPU"
+    assert _in_the_log(found) == "auto: group 0 uses staged: several ranks share a GPU"
 
 
 def test_auto_goes_over_the_groups_own_nccl_between_hosts():
     found = run_ranks(_launch_between_hosts, 2)
     assert [(same, used) for same, used, _ in found] == [(True, [])] * 2
-    text = "auto: the launches of group 0 go over c10d: the ranks are on 2 hosts, and on that of rank 0 no device"
+    text = "auto: group 0 uses c10d: the ranks are on 2 hosts; rank 0: no device"
     assert _in_the_log(found) == text
 
 
@@ -125,13 +125,13 @@ def test_auto_takes_the_faster_by_its_slowest_rank(c10d_seconds, taken):
     found = run_ranks(_launch, 2, [HostDriver] * 2, "auto", {}, c10d_seconds)
     assert [(same, used) for same, used, _ in found] == [(True, [taken] if taken != "c10d" else [])] * 2
     text = _in_the_log(found)
-    assert text.startswith(f"auto: the launches of group 0 go over {taken}: for 0.0"), text
-    assert f" ms, over c10d {max(c10d_seconds) * 1e3:.3g} ms; the ranks are on one host" in text
+    assert text.startswith(f"auto: group 0 uses {taken}: for 0.0"), text
+    assert f" ms, c10d {max(c10d_seconds) * 1e3:.3g} ms; the ranks are on one host" in text
 
 
 def test_where_nothing_can_carry_rows_every_rank_says_so():
     for said in run_ranks(_launch, 2, [SwapsTwoBytes, HostDriver], "auto", SHARED_GPU, expect_errors=True):
-        words = "UnsupportedTransport: freescale: no transport can carry the rows of group 0: rank 0: staged brought 2 of "
+        words = "UnsupportedTransport: freescale: no transport can carry the rows of group 0: rank 0: staged corrupted 2 of "
         assert said.startswith(words) and said.endswith("; NCCL needs a GPU for each rank"), said
 
 
@@ -157,7 +157,7 @@ def test_auto_for_a_group_that_is_part_of_the_world():
 
 def test_one_that_was_asked_for_by_name_is_an_error_on_every_rank():
     for said in run_ranks(_launch, 2, [SwapsTwoBytes, HostDriver], "staged", expect_errors=True):
-        words = "freescale: FREESCALE_TRANSPORT=staged cannot be met: rank 0: staged brought 2 of "
+        words = "freescale: FREESCALE_TRANSPORT=staged is not supported here: rank 0: staged corrupted 2 of "
         assert said.startswith(f"UnsupportedTransport: {words}") and len(said.splitlines()) == 1, said
 
 

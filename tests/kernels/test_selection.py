@@ -78,7 +78,7 @@ def test_the_fastest_and_what_is_nearly_as_fast(staged, c10d, taken):
 
 def test_the_figures_in_words():
     words = selection.figures({"staged": [1e-3, 2e-3], "c10d": [0.5, 0.25]}, 8 << 20)
-    assert words == "for 8 MiB the slowest rank takes over staged 2 ms, over c10d 500 ms"
+    assert words == "for 8 MiB the slowest rank takes: staged 2 ms, c10d 500 ms"
 
 
 def test_rdma_is_a_device_with_an_active_port_that_may_be_used(tmp_path, monkeypatch):

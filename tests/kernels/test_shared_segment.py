@@ -53,9 +53,9 @@ def test_nothing_is_reserved_where_the_ranks_are_on_several_hosts():
 
 def test_a_dev_shm_that_is_too_small_is_one_warning_with_both_sizes():
     found = run_ranks(_share, 2, 512 << 20, None, 64 << 20)
-    reason = "/dev/shm has 64.0 MiB free, and the ranks of this host need 512.0 there"
+    reason = "/dev/shm has 64.0 MiB free, but the ranks of this host need 512.0 MiB"
     assert [(shared, why, reserved) for shared, why, reserved, _ in found] == [(False, reason, [])] * 2
-    words = f"freescale: {reason}; the transport staged cannot be used (containers: --shm-size makes it larger)"
+    words = f"freescale: {reason}; transport staged is disabled (in a container, raise --shm-size)"
     assert [said for *_, said in found] == [[("WARNING", words)], []]
 
 

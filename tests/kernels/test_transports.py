@@ -420,7 +420,7 @@ def never_done():
 
 def test_draining_ends_with_the_time_out():
     (said,) = run_ranks(never_done, 1, timeout=60, expect_errors=True)
-    assert "freescale: staged: rank 0 has waited 0.5 s for its own device to finish message 0 of priority 1" in said
+    assert "freescale: staged: rank 0 waited 0.5 s for its own device to finish message 0 of priority 1" in said
 
 
 # ---- the same on CUDA --------------------------------------------------------------------------------------

@@ -67,13 +67,13 @@ def _refused():
 def test_a_request_that_cannot_be_met_is_an_error():
     with pytest.raises(RankFailed) as error:
         run_ranks_apart(_refused, [()])
-    assert "FREESCALE_TRANSPORT=staged cannot be met: staged copies between GPUs and the rows are on the cpu" in str(error.value)
+    assert "FREESCALE_TRANSPORT=staged is not supported here: staged copies between GPUs and the rows are on the cpu" in str(error.value)
 
 
 def test_the_choice_and_its_reason():
     assert selection.choose_transport("auto", "cpu") == ("c10d", "the rows are on the cpu")
-    assert selection.choose_transport("auto", "cuda") == ("auto", "chosen when the first launch of its group leaves")
-    assert selection.choose_transport("c10d", "cuda") == ("c10d", "it was asked for")
+    assert selection.choose_transport("auto", "cuda") == ("auto", "chosen at the first launch of its group")
+    assert selection.choose_transport("c10d", "cuda") == ("c10d", "requested")
 
 
 def _lowered_by_auto():
