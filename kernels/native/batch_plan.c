@@ -1,10 +1,9 @@
-/* All of planning for a batch, with the other ranks, without Python. The oracle of the tests does the same in NumPy:
- * tests/support/planning_oracle.py.
+/* Plans a batch with the other ranks, without Python. tests/support/planning_oracle.py is the oracle in NumPy.
  *
- * A batch is planned in two steps. request_batch groups its ids and tells all ranks how many rows it requests from
- * each, or why it does not go on; if all go on, fs_plan_batch exchanges the rows and plans this batch's rows and the
- * gradients of the batch before it. fs_request_and_plan does both where the caller has room for the plans already.
- * fs_plan_last plans the gradients of a batch that none follows.
+ * A batch is planned in two steps. request_batch groups its ids and tells every rank how many rows this rank requests
+ * from it, or why it stops. If all ranks proceed, fs_plan_batch exchanges the rows and plans this batch's rows and the
+ * previous batch's gradients. fs_request_and_plan does both if the caller already has room for the plans. fs_plan_last
+ * plans the gradients of the last batch.
  *
  * In self-contained plans (`whole`) nothing is early or late: a batch's gradients are planned with its rows. */
 
@@ -12,19 +11,20 @@
 
 #include "planning.h"
 
-#define ALIGNMENT 16 /* elements: 128 bytes, as the device's own allocations have at least 16 */
+#define ALIGNMENT 16 /* elements: 128 bytes; device allocations are at least 16-byte aligned */
 
-/* Arrays of a plan, in this order; each has an offset and a size in `layout`. The first six plan the rows of a batch. */
+/* Arrays of a plan, in this order; each has an offset and a size in `layout`. The first six plan the rows of a batch.
+ * */
 enum { IDS, INVERSE, ORDER, ENDS, EARLY_ROWS, URGENT_ROWS, ROWS_ARRAYS };
 /* The other eight plan gradients: which keys, then the owner's distinct rows, their order and ends. */
 enum { URGENT_GRADIENTS = ROWS_ARRAYS, LATE_GRADIENTS = ROWS_ARRAYS + 4, ARRAYS = ROWS_ARRAYS + 8 };
-/* Counts of a plan, [world] each: of rows, of gradients. */
+/* Counts of a plan, [world] each: rows, gradients. */
 enum { URGENT_RECV, URGENT_SEND, OTHER_RECV, OTHER_SEND, COUNTS };
 
-/* What a rank tells another one of a batch: status, TOLD numbers of the caller's; of each exchange how many rows it
- * requests from that rank, and the feature and value of an invalid id (feature -1: none). */
+/* A rank's header to another rank: status, TOLD numbers of the caller, and per exchange the number of rows it requests
+ * from that rank, and the feature and value of an invalid id (feature -1: none). */
 #define TOLD 2
-#define EXCHANGES (1 + TOLD) /* where in a header those of the exchanges begin */
+#define EXCHANGES (1 + TOLD) /* offset in a header of the exchanges' numbers */
 #define HEADER_WIDTH(exchanges) (EXCHANGES + 3 * (exchanges))
 
 typedef struct {
@@ -34,21 +34,21 @@ typedef struct {
 typedef struct { /* one exchange's part of what fs_plan_batch returns */
     extent layout[ARRAYS];
     i64 urgent_entries; /* positions with urgent rows */
-    i64 *counts;        /* [2][COUNTS][world], of the caller */
+    i64 *counts; /* [2][COUNTS][world], owned by the caller */
 } plan_result;
 
-typedef struct { /* a batch, from both ends */
+typedef struct { /* a batch, as requester and as owner */
     i64 n, n_keys, n_rows;
-    buffer recv_counts, send_counts; /* [world] keys of each owner; rows for each requester */
-    buffer rows;                     /* [n_rows] of this rank, by requester */
+    buffer recv_counts, send_counts; /* [world] keys per owner; rows per requester */
+    buffer rows; /* [n_rows] owned by this rank, by requester */
     buffer key_mask, row_mask;       /* which of them are urgent */
 } requests;
 
 typedef struct {
     const row_owners *owners;
     workspace *workspace;
-    requests of[2]; /* the batch that is planned and the one before it, in turn */
-    buffer ends, own_rows; /* of the batch that is planned */
+    requests of[2]; /* the batch being planned and the previous one, alternating */
+    buffer ends, own_rows; /* of the batch being planned */
     buffer message, told, message_counts, told_counts, places;
 } exchange;
 
@@ -84,7 +84,7 @@ void fs_free_batch_plan(batch_plan *p) {
     free(p);
 }
 
-/* `owners`: one for each exchange; like `mesh`, they are the caller's and stay. */
+/* `owners`: one per exchange. The caller owns these and `mesh`, and keeps them alive. */
 batch_plan *fs_new_batch_plan(mesh *mesh, i64 world, i64 exchanges, const row_owners *owners, i64 whole) {
     batch_plan *p = calloc(1, sizeof(batch_plan));
     if (!p) return 0;
@@ -115,14 +115,14 @@ static i64 total(const i64 *counts, i64 n) {
     return sum;
 }
 
-/* The ids of exchange e: `all` holds those of all exchanges, one after the other. */
+/* The ids of exchange e; `all` holds those of all exchanges in order. */
 static feature_ids ids_of(const batch_plan *p, const feature_ids *all, i64 e) {
     i64 first = 0;
     for (i64 i = 0; i < e; i++) first += p->each[i].owners->features;
     return (feature_ids){all->ids + first, all->lengths + first, all->is_int64 + first};
 }
 
-/* Group an exchange's ids. Returns as request_keys. */
+/* Group an exchange's ids. Returns the result of request_keys. */
 static i64 request_rows(exchange *x, requests *r, const feature_ids *ids, i64 *invalid) {
     r->n = total(ids->lengths, x->owners->features);
     i64 *ends = room(&x->ends, r->n * sizeof(i64)), *rows = room(&x->own_rows, r->n * sizeof(i64));
@@ -130,20 +130,20 @@ static i64 request_rows(exchange *x, requests *r, const feature_ids *ids, i64 *i
     return request_keys(x->workspace, ids, x->owners, ends, rows, r->recv_counts.memory, invalid);
 }
 
-/* Whose gradients are planned with the rows of the batch that is planned; 0: nobody's. */
+/* The batch whose gradients are planned with the current batch's rows; 0 if there is none. */
 static requests *with_gradients(const batch_plan *p, i64 e) {
     requests *of = p->each[e].of;
     return p->whole ? of + p->turn : p->has_before ? of + 1 - p->turn : 0;
 }
 
-/* At most so many elements does the plan of an exchange need. `other`: with_gradients. */
+/* Upper bound on the elements of an exchange's plan. `other`: with_gradients. */
 static i64 room_of_plan(const requests *r, const requests *other) {
     i64 rows = 3 * r->n + r->n_keys + r->n_rows;
     i64 gradients = other ? other->n_keys + 3 * other->n_rows : 0;
     return rows + gradients + ARRAYS * ALIGNMENT;
 }
 
-/* Do all ranks go on (status 0), with valid ids? */
+/* Whether all ranks proceed (status 0) with valid ids. */
 static i64 all_go_on(const i64 *headers, i64 world, i64 exchanges) {
     for (i64 rank = 0; rank < world; rank++, headers += HEADER_WIDTH(exchanges)) {
         if (headers[0]) return 0;
@@ -153,8 +153,8 @@ static i64 all_go_on(const i64 *headers, i64 world, i64 exchanges) {
     return 1;
 }
 
-/* A rank that does not go on gives no ids. Writes what each rank has said, [world][HEADER_WIDTH]; and how many elements
- * fs_plan_batch needs. Returns whether all go on, or what went wrong. */
+/* A rank that stops gives no ids. Writes all ranks' headers, [world][HEADER_WIDTH], and how many elements fs_plan_batch
+ * needs. Returns whether all ranks proceed, or an error. */
 static i64 request_batch(batch_plan *p, i64 status, const i64 *told, const feature_ids *ids, double seconds, i64 *headers,
                          i64 *needed, i64 *failed) {
     i64 width = HEADER_WIDTH(p->exchanges);
@@ -194,7 +194,7 @@ static i64 request_batch(batch_plan *p, i64 status, const i64 *told, const featu
     return result ? result : all_go_on(headers, p->world, p->exchanges);
 }
 
-/* Tell the owners which rows. */
+/* Tell the owners which rows this rank requests. */
 static i64 exchange_rows(batch_plan *p, double seconds, i64 *failed) {
     for (i64 e = 0; e < p->exchanges; e++) {
         requests *r = p->each[e].of + p->turn;
@@ -207,7 +207,7 @@ static i64 exchange_rows(batch_plan *p, double seconds, i64 *failed) {
 
 static int room_for_masks(requests *r) { return room(&r->key_mask, r->n_keys) && room(&r->row_mask, r->n_rows); }
 
-/* Everything is urgent. */
+/* Mark everything urgent. */
 static i64 mark_all(requests *r) {
     if (!room_for_masks(r)) return NO_MEMORY;
     memset(r->key_mask.memory, 1, r->n_keys);
@@ -215,8 +215,8 @@ static i64 mark_all(requests *r) {
     return 0;
 }
 
-/* As an owner: which rows do both batches need? The message to each rank: a byte per row of the batch after, then one per
- * row of the batch before. */
+/* As owner: find the rows that both batches need. The message to each rank: a byte per row of the later batch, then one
+ * per row of the earlier batch. */
 static i64 collide(exchange *x, requests *before, requests *after, i64 world, messages *message) {
     uint8_t *out = room(&x->message, before->n_rows + after->n_rows);
     if (!out || !room(&x->told, before->n_keys + after->n_keys) || !room_for_masks(before) || !room_for_masks(after))
@@ -239,7 +239,7 @@ static i64 collide(exchange *x, requests *before, requests *after, i64 world, me
     return 0;
 }
 
-/* As a requester: what the owners have told. */
+/* As requester: read the owners' masks. */
 static void read_told(const exchange *x, requests *before, requests *after, i64 world) {
     const uint8_t *told = x->told.memory;
     uint8_t *mask_before = before->key_mask.memory, *mask_after = after->key_mask.memory;
@@ -268,7 +268,7 @@ static i64 find_collisions(batch_plan *p, double seconds, i64 *failed) {
     return result;
 }
 
-/* Where the arrays of a plan go. */
+/* Writes the arrays of a plan. */
 typedef struct {
     i64 *out, used;
 } writer;
@@ -285,8 +285,8 @@ static i64 count_marked(const uint8_t *mask, i64 n) {
     return marked;
 }
 
-/* Split values by a mask, in their order, and count both kinds in consecutive parts of `counts` values. Without
- * `values`: their indices. No branch depends on the mask: nobody could foretell it. */
+/* Split values by a mask, keeping their order, and count both kinds in consecutive parts of `counts` values. Without
+ * `values`: split their indices. Branchless, since the mask is unpredictable. */
 static void split(const uint8_t *mask, const i64 *values, const i64 *counts, i64 parts, i64 *chosen, i64 *others,
                   i64 *chosen_counts, i64 *other_counts) {
     for (i64 part = 0, i = 0; part < parts; part++) {
@@ -302,13 +302,13 @@ static void split(const uint8_t *mask, const i64 *values, const i64 *counts, i64
     }
 }
 
-/* The place of each key in (early keys, urgent keys). */
+/* The position of each key in (early keys, urgent keys). */
 static i64 *merged_places(exchange *x, const requests *r, i64 n_early, i64 *urgent_entries) {
     const uint8_t *urgent = r->key_mask.memory;
     const i64 *ends = x->ends.memory;
     i64 *places = room(&x->places, r->n_keys * sizeof(i64)), early_before = 0, entries = 0, end_before = 0;
     for (i64 key = 0; places && key < r->n_keys; key++) {
-        i64 all_if_urgent = -(i64)urgent[key]; /* bits; no branch, as above */
+        i64 all_if_urgent = -(i64)urgent[key]; /* all bits set if urgent; branchless, as above */
         places[key] = early_before + (all_if_urgent & (n_early + key - 2 * early_before));
         early_before += 1 + all_if_urgent;
         entries += all_if_urgent & (ends[key] - end_before);
@@ -360,7 +360,7 @@ static i64 plan_update(exchange *x, const i64 *rows, i64 n, writer *w, extent *l
     return distinct < 0 ? distinct : 0;
 }
 
-/* Gradients go the other way: to the owners of keys, from the requesters of rows. */
+/* Gradients go the reverse way: to the owners of keys, from the requesters of rows. */
 static i64 plan_gradients(exchange *x, requests *r, i64 world, writer *w, plan_result *result) {
     extent *urgent = result->layout + URGENT_GRADIENTS, *late = result->layout + LATE_GRADIENTS;
     i64 n_keys = count_marked(r->key_mask.memory, r->n_keys), n_rows = count_marked(r->row_mask.memory, r->n_rows);
@@ -382,9 +382,9 @@ typedef struct {
     i64 size;
 } copy;
 
-/* When every rank goes on and no id is invalid. `out` has the room that request_batch asked for; `used`: how much of it
- * is filled. Gradients are those of the batch before, of which the first has none; or of the batch itself, of whole plans.
- * Copies what else the caller wants copied. */
+/* Called if all ranks proceed and no id is invalid. `out` has the room that request_batch asked for; `used`: the
+ * elements written. Gradients are those of the previous batch (none for the first), or of this batch in self-contained
+ * plans. Also performs the caller's other copies. */
 i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *out, i64 *used, plan_result *results,
                   i64 *failed, const copy *copies, i64 n_copies) {
     for (i64 i = 0; i < n_copies; i++) memcpy(copies[i].to, copies[i].from, copies[i].size);
@@ -402,8 +402,8 @@ i64 fs_plan_batch(batch_plan *p, const feature_ids *ids, double seconds, i64 *ou
     return result;
 }
 
-/* request_batch, and fs_plan_batch behind it if all ranks go on and the room of `elements` is enough. Returns as the
- * former, or 2 if the batch is planned. */
+/* request_batch, then fs_plan_batch if all ranks proceed and there is room for `elements`. Returns request_batch's
+ * result, or 2 if the batch is planned. */
 i64 fs_request_and_plan(batch_plan *p, i64 status, const i64 *told, const feature_ids *ids, double seconds, i64 *headers,
                         i64 *needed, i64 *failed, i64 *out, i64 elements, i64 *used, plan_result *results,
                         const copy *copies, i64 n_copies) {
@@ -413,7 +413,7 @@ i64 fs_request_and_plan(batch_plan *p, i64 status, const i64 *told, const featur
     return result ? result : 2;
 }
 
-/* At most so many elements does fs_plan_last need. */
+/* Upper bound on the elements that fs_plan_last writes. */
 i64 fs_room_of_last(const batch_plan *p) {
     i64 needed = 0;
     for (i64 e = 0; e < p->exchanges; e++) {
@@ -423,7 +423,7 @@ i64 fs_room_of_last(const batch_plan *p) {
     return needed;
 }
 
-/* The gradients of the batch that was planned last: all are urgent. */
+/* Plan the gradients of the last batch: all are urgent. */
 i64 fs_plan_last(batch_plan *p, i64 *out, i64 *used, plan_result *results) {
     writer w = {out, 0};
     i64 result = 0;

@@ -1,7 +1,6 @@
-"""The C code of this package: one library, built when freescale is installed (setup.py) and called through ctypes.
+"""The C library of this package, built when freescale is installed (setup.py) and called through ctypes.
 
-What is in C would otherwise hold the GIL while the training thread needs it; ctypes releases the GIL for as long as a
-call lasts.
+ctypes releases the GIL during a call. The same work in Python would hold the GIL while the training thread needs it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def require() -> ctypes.CDLL:
 
 
 def problem() -> str | None:
-    """Why there is no library and what to do; None where there is one."""
+    """Why the library is unavailable and what to do, or None if it is available."""
     try:
         _load()
         return None
@@ -40,13 +39,14 @@ def _load() -> ctypes.CDLL:
         built_of = library.fs_sources().decode()
     except (OSError, AttributeError) as error:
         raise OSError(f"its C library does not load ({error}): {build_it}") from error
-    # In a checkout the sources are there, too. The library of others may read past the end of what it is passed.
+    # A checkout has the sources. A library built from other sources may read past the end of its arguments.
     if any(_FOLDER.glob("*.[ch]")) and built_of != sources_digest(_FOLDER):
         raise OSError(f"its C code has changed since its library was built: {build_it}")
     return library
 
 
 def sources_digest(folder: Path) -> str:
-    """Of the C code; setup.py compiles it into the library. Times of files do not survive every copy of a checkout."""
+    """Digest of the C code; setup.py compiles it into the library. File times do not survive every copy of a
+    checkout."""
     files = sorted(folder.glob("*.[ch]"))
     return hashlib.sha256(b"".join(f.name.encode() + b"\0" + f.read_bytes() for f in files)).hexdigest()[:16]

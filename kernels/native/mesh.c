@@ -1,6 +1,6 @@
-/* Connections between ranks (rank_mesh.py makes them). Over one to every other rank, each sends each a message, of any
- * size, which both sides know beforehand; over a few, all ranks compare some numbers. Without connections, the caller
- * carries the messages. */
+/* Messages over connections between ranks (rank_mesh.py opens them). With connections to all ranks, each sends each a
+ * message whose size both sides know. With connections to a few, all ranks compare some numbers. Without connections,
+ * the caller carries the messages. */
 
 #include <errno.h>
 #include <poll.h>
@@ -11,11 +11,11 @@
 
 #include "planning.h"
 
-#define MOST_NUMBERS 15 /* that are compared at once */
-#define GAVE_UP (-1)    /* in place of whether all say the same */
-#define MAX_PIECES 512 /* in one call of the kernel; it takes at most 1024 */
+#define MOST_NUMBERS 15 /* compared at once */
+#define GAVE_UP (-1) /* instead of whether all are equal */
+#define MAX_PIECES 512 /* per system call; the kernel's limit is 1024 */
 
-typedef struct { /* what is still to be sent to a rank, or to come from it */
+typedef struct { /* what remains to be sent to a rank or received from it */
     struct iovec *pieces;
     i64 left;
 } stream;
@@ -24,10 +24,10 @@ struct mesh {
     i64 world, rank;
     int *connections; /* [world] */
     buffer pieces, streams, polls;
-    carrier carry; /* in place of connections; or none */
+    carrier carry; /* used instead of connections, or null */
 };
 
-/* With `carry`, which is called for each exchange, there need be no connections: all of them are -1. */
+/* With `carry`, which is called for each exchange, all connections may be -1. */
 mesh *fs_new_mesh(i64 world, i64 rank, const int *connections, carrier carry) {
     mesh *m = calloc(1, sizeof(mesh));
     int *copy = malloc(world * sizeof(int));
@@ -73,7 +73,7 @@ static void advance(stream *s, size_t bytes) {
     }
 }
 
-/* As much as can be done without waiting. */
+/* Move as much as possible without blocking. */
 static i64 move_bytes(int connection, stream *s, int sends) {
     while (s->left) {
         struct msghdr message = {.msg_iov = s->pieces, .msg_iovlen = s->left < MAX_PIECES ? s->left : MAX_PIECES};
@@ -89,7 +89,7 @@ static i64 move_bytes(int connection, stream *s, int sends) {
     return 0;
 }
 
-/* Cut messages into streams, [2][world]: to send, to receive. This rank's own are copied. */
+/* Cut messages into streams, [2][world]: send, receive. This rank's own messages are copied. */
 static stream *begin_exchange(mesh *m, const messages *all, i64 kinds) {
     stream *streams = room(&m->streams, 2 * m->world * sizeof(stream));
     struct iovec *pieces = room(&m->pieces, 2 * m->world * kinds * sizeof(struct iovec) + 1);
@@ -125,14 +125,14 @@ i64 mesh_exchange(mesh *m, const messages *all, i64 kinds, double seconds, i64 *
         for (i64 rank = 0; rank < m->world; rank++) {
             stream *to = streams + rank, *from = streams + m->world + rank;
             int connection = m->connections[rank];
-            /* Only those that poll has named: else every message that comes would cost a call for every rank. */
+            /* Only those reported by poll: otherwise every message would cost a system call per rank. */
             if (polls[rank].revents && (move_bytes(connection, to, 1) || move_bytes(connection, from, 0))) {
                 *failed = rank;
                 return RANK_LEFT;
             }
             short events = (to->left ? POLLOUT : 0) | (from->left ? POLLIN : 0);
-            polls[rank] = (struct pollfd){events ? connection : -1, events, 0}; /* poll passes over -1 */
-            if (events && waiting++ == 0) *failed = rank; /* if nothing comes any more */
+            polls[rank] = (struct pollfd){events ? connection : -1, events, 0}; /* poll ignores -1 */
+            if (events && waiting++ == 0) *failed = rank; /* named if nothing arrives */
         }
         double left = end - seconds_now();
         if (waiting == 0) return 0;
@@ -141,7 +141,7 @@ i64 mesh_exchange(mesh *m, const messages *all, i64 kinds, double seconds, i64 *
     }
 }
 
-/* All bytes, waiting for the other side if need be. */
+/* Move all bytes, waiting for the other side if necessary. */
 static i64 move_all(int connection, void *bytes, size_t size, int sends, double end) {
     struct iovec piece = {bytes, size};
     stream s = {&piece, 1};
@@ -155,11 +155,11 @@ static i64 move_all(int connection, void *bytes, size_t size, int sends, double 
     }
 }
 
-/* Whether all ranks give the same numbers, or what went wrong, and with which rank. Each tells the rank 1, 2, 4, ... ahead
- * whether all that it has heard of, so many ranks up to itself, say the same: after log2(world) messages it has heard of
- * all. So if two ranks differ, every rank gets to know.
+/* Whether all ranks give the same numbers, or an error and the rank it is about. Each rank tells the rank 1, 2, 4, ...
+ * ahead whether all numbers it has heard of are equal; after log2(world) messages it has heard of all ranks. So if two
+ * ranks differ, every rank finds out.
  *
- * A rank that timed out says so (fs_give_up): one that arrives later finds what that rank had said before, and would take
+ * A rank that timed out reports it (fs_give_up). Otherwise a late rank would read that rank's earlier message and take
  * it for agreement. */
 i64 fs_all_same(mesh *m, const i64 *numbers, i64 count, double seconds, i64 *failed) {
     i64 sent[1 + MOST_NUMBERS], came[1 + MOST_NUMBERS];
@@ -184,7 +184,7 @@ i64 fs_all_same(mesh *m, const i64 *numbers, i64 count, double seconds, i64 *fai
     return sent[0];
 }
 
-/* This rank does not wait for the others any more. */
+/* This rank stops waiting for the others. */
 void fs_give_up(mesh *m) {
     i64 word[1 + MOST_NUMBERS] = {GAVE_UP};
     for (i64 rank = 0; rank < m->world; rank++)

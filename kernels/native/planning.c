@@ -1,20 +1,20 @@
-/* Planning of an exchange: sort, group and compare row numbers. Integers only, so there is one right answer;
- * tests/support/planning_oracle.py has it in NumPy. Functions write into memory of their caller and return a count, or
- * what went wrong. */
+/* Planning of an exchange: sort, group and compare row numbers. Integers only, so the result is unique;
+ * tests/support/planning_oracle.py computes it in NumPy. Functions write into the caller's memory and return a count or
+ * an error. */
 
 #include <string.h>
 
 #include "planning.h"
 
-const char *fs_sources(void) { return FS_SOURCES; } /* the digest of the C code: c_library.py */
+const char *fs_sources(void) { return FS_SOURCES; } /* digest of the C code: c_library.py */
 
-#define DIGIT_BITS 11      /* of a value, by which items are sorted at once; also, at most, of the number of parts */
-#define ITEMS_OF_PART 4096 /* about: both copies stay in the cache of a core while they are sorted */
+#define DIGIT_BITS 11 /* of a value, sorted per pass; also the maximum for the number of parts */
+#define ITEMS_OF_PART 4096 /* approximate: both copies of a part stay in one core's cache while sorting */
 
-/* What functions need besides. One thread at a time uses it. */
+/* Scratch memory. Used by one thread at a time. */
 struct workspace {
     buffer items, more_items, values, ends, counts, begins, table;
-    void *sorted; /* what grouping has left: items sorted by value, in one of the two */
+    void *sorted; /* result of grouping: items sorted by value, in one of the two buffers */
     int is_narrow;
 };
 
@@ -26,7 +26,7 @@ void free_workspace(workspace *w) {
     free(w);
 }
 
-/* A value and its position. Narrow ones hold both in 64 bits. */
+/* A value and its position. Narrow items hold both in 64 bits. */
 typedef u64 narrow;
 typedef struct {
     u64 value, position;
@@ -45,7 +45,7 @@ static int bits_of(u64 largest) {
     return bits;
 }
 
-/* From how many there are of each to where they begin. */
+/* Counts to start offsets. */
 static void begins_of(i64 *counts, i64 n) {
     for (i64 i = 0, begin = 0; i < n; i++) {
         i64 size = counts[i];
@@ -54,16 +54,16 @@ static void begins_of(i64 *counts, i64 n) {
     }
 }
 
-/* Ids of some features, of which number `first_rows` is the first, as values of `bits` bits. */
+/* Ids of some features, numbered from `first_rows`, as values of `bits` bits. */
 typedef struct {
     const feature_ids *all;
     i64 features, n;
     const i64 *first_rows, *table_sizes;
-    int bits, part_bits; /* of a value; the lowest of them, in which values of one part differ */
+    int bits, part_bits; /* of a value; the low bits, in which values of one part differ */
 } values_of_ids;
 
-/* Do something with each id of a feature. (Nothing of `v` is read again meanwhile: for all that the compiler knows, it
- * could have been written to.) */
+/* Run code for each id of a feature. (Fields of `v` are loaded once: the compiler must assume that the code writes to
+ * them.) */
 #define FOR_EACH_ID(v, f, id, ...)                                                        \
     do {                                                                                  \
         i64 length = (v)->all->lengths[f];                                                \
@@ -80,7 +80,7 @@ typedef struct {
             }                                                                             \
     } while (0)
 
-/* How many values are in each part. Returns 0; or INVALID_ID, with the first (feature, id) that its table does not have. */
+/* Count the values of each part. Returns 0, or INVALID_ID and the first (feature, id) outside its table. */
 static i64 count_parts(const values_of_ids *v, i64 *restrict counts, i64 *invalid) {
     int part_bits = v->part_bits;
     for (i64 f = 0; f < v->features; f++) {
@@ -98,10 +98,10 @@ static i64 count_parts(const values_of_ids *v, i64 *restrict counts, i64 *invali
     return 0;
 }
 
-/* part_*: items of all values, part after part, each in the order of positions.
- * sort_*: n items of `a` by the lowest `bits` of their values, equal ones in their order; `b` is as large, and holds the
- * result if the number of `passes` is odd. Digits from the lowest to the highest, of equal width.
- * group_*: find the distinct values of items that are sorted, from `begin` to `end`. */
+/* part_*: items of all values, part by part, each in the order of positions.
+ * sort_*: stable sort of the n items of `a` by the lowest `bits` of their values; `b` has the same size, and holds the
+ * result if the number of `passes` is odd. LSD radix sort with digits of equal width.
+ * group_*: find the distinct values of sorted items from `begin` to `end`. */
 #define DEFINE_GROUPING(KIND, VALUE, NEW)                                                                         \
     static void part_##KIND(const values_of_ids *v, i64 *restrict begins, KIND *restrict items) {                 \
         int part_bits = v->part_bits;                                                                             \
@@ -168,8 +168,8 @@ static i64 count_parts(const values_of_ids *v, i64 *restrict counts, i64 *invali
 DEFINE_GROUPING(narrow, NARROW_VALUE, NARROW_ITEM)
 DEFINE_GROUPING(wide, WIDE_VALUE, WIDE_ITEM)
 
-/* Sort the values, part by part, and find the distinct ones: how many, and where each one's items end. Both outputs have
- * room for all. Returns how many are distinct; or INVALID_ID, with the first (feature, id) that its table does not have. */
+/* Sort the values, part by part, and find the distinct ones and where each one's items end. Both outputs have room for
+ * all. Returns the number of distinct values, or INVALID_ID and the first (feature, id) outside its table. */
 static i64 group_values(workspace *w, values_of_ids *v, u64 largest, i64 *values, i64 *ends, i64 *invalid) {
     v->bits = bits_of(largest);
     int high = bits_of((u64)v->n / ITEMS_OF_PART);
@@ -177,7 +177,7 @@ static i64 group_values(workspace *w, values_of_ids *v, u64 largest, i64 *values
     v->part_bits = v->bits > high ? v->bits - high : 0;
     w->is_narrow = largest < (u64)1 << 32 && (u64)v->n < (u64)1 << 32;
     size_t size = v->n * (w->is_narrow ? sizeof(narrow) : sizeof(wide));
-    size_t counts_size = sizeof(i64) * 2 << DIGIT_BITS; /* of parts, of digits */
+    size_t counts_size = sizeof(i64) * 2 << DIGIT_BITS; /* per part, per digit */
     if (!room(&w->items, size) || !room(&w->more_items, size) || !room(&w->counts, counts_size)) return NO_MEMORY;
     memset(w->counts.memory, 0, sizeof(i64) << (v->bits - v->part_bits));
     i64 result = count_parts(v, w->counts.memory, invalid);
@@ -190,14 +190,14 @@ static inline i64 position(const workspace *w, i64 i) {
     return (i64)(w->is_narrow ? NARROW_POSITION(((narrow *)w->sorted)[i]) : WIDE_POSITION(((wide *)w->sorted)[i]));
 }
 
-/* The distinct ones of n values that are not negative, ascending; and the positions of each, ascending: a segment of
- * `order`, which ends where `ends` says. All three have room for n. Returns how many are distinct. */
+/* The distinct values of n nonnegative values, ascending, and the positions of each, ascending: a segment of `order`
+ * that ends at `ends`. All three have room for n. Returns the number of distinct values. */
 i64 deduplicate(workspace *w, const i64 *input, i64 n, i64 *values, i64 *order, i64 *ends) {
     i64 largest = 0;
     int ascending = 1;
     for (i64 i = 0; i < n; i++) largest = input[i] > largest ? input[i] : largest;
     for (i64 i = 1; i < n && ascending; i++) ascending = input[i] > input[i - 1];
-    if (ascending) { /* distinct already */
+    if (ascending) { /* already distinct */
         memcpy(values, input, n * sizeof(i64));
         for (i64 i = 0; i < n; i++) {
             order[i] = i;
@@ -228,17 +228,17 @@ static i64 below(const i64 *values, i64 n, i64 bound) {
     return low;
 }
 
-/* The distinct keys of a batch's ids, ascending: where the positions of each end in the order of keys (`ends`), its row
- * at the owner (`rows`), and how many keys each owner has (`counts`). Rows are numbered table after table, and `bound` is
- * above all numbers. Shards are consecutive row numbers from `bounds` on; `shard_order` has them in the order of their
- * keys. All but `counts` have room for each id. Returns how many keys there are; or INVALID_ID, with the first (feature, id) that its table does not have. */
+/* The distinct keys of a batch's ids, ascending: where each key's positions end (`ends`), its row at the owner
+ * (`rows`), and the number of keys per owner (`counts`). Row numbers continue from table to table; `bound` is above all
+ * of them. Shards are consecutive row numbers starting at `bounds`; `shard_order` sorts them by key. All but `counts`
+ * have room for every id. Returns the number of keys, or INVALID_ID and the first (feature, id) outside its table. */
 i64 request_keys(workspace *w, const feature_ids *all, const row_owners *owners, i64 *ends, i64 *rows, i64 *counts,
                  i64 *invalid) {
     values_of_ids v = {.all = all, .features = owners->features, .first_rows = owners->first_rows,
                        .table_sizes = owners->table_sizes};
     for (i64 f = 0; f < owners->features; f++) v.n += all->lengths[f];
     i64 *values = room(&w->values, v.n * sizeof(i64)), *value_ends = room(&w->ends, v.n * sizeof(i64));
-    i64 *begins = room(&w->begins, (owners->shards + 1) * sizeof(i64)); /* of each shard among the values */
+    i64 *begins = room(&w->begins, (owners->shards + 1) * sizeof(i64)); /* start of each shard among the values */
     if (!values || !value_ends || !begins) return NO_MEMORY;
     i64 distinct = group_values(w, &v, (u64)owners->bound, values, value_ends, invalid);
     if (distinct < 0) return distinct;
@@ -285,18 +285,18 @@ i64 request_keys(workspace *w, const feature_ids *all, const row_owners *owners,
 DEFINE_PLACE_POSITIONS(narrow, NARROW_POSITION)
 DEFINE_PLACE_POSITIONS(wide, WIDE_POSITION)
 
-/* After request_keys, with nothing else in between: the positions in the order of their keys, those of one key ascending,
- * and for each position the place of its key. */
+/* Call right after request_keys: the positions in the order of their keys, ascending within a key, and for each
+ * position the place of its key. */
 void place_positions(const workspace *w, const row_owners *owners, const i64 *places, i64 *order, i64 *inverse) {
     (w->is_narrow ? place_positions_narrow : place_positions_wide)(w, owners, places, order, inverse);
 }
 
-/* Which of `a` are among `b`, and which of `b` among `a`. None is negative; both may hold duplicates. */
+/* Which of `a` are in `b`, and which of `b` in `a`. Values are nonnegative; both may hold duplicates. */
 i64 intersect(workspace *w, const i64 *a, i64 size_a, const i64 *b, i64 size_b, uint8_t *in_b, uint8_t *in_a) {
     i64 largest = 0;
     for (i64 i = 0; i < size_a; i++) largest = a[i] > largest ? a[i] : largest;
     for (i64 i = 0; i < size_b; i++) largest = b[i] > largest ? b[i] : largest;
-    if (largest / 512 <= size_a + size_b) { /* a bit for each, in two sets: in a; in both */
+    if (largest / 512 <= size_a + size_b) { /* two bitmaps: in a; in both */
         size_t words = largest / 64 + 1;
         u64 *first = room(&w->table, 2 * words * sizeof(u64)), *both = first + words;
         if (!first) return NO_MEMORY;
@@ -310,7 +310,7 @@ i64 intersect(workspace *w, const i64 *a, i64 size_a, const i64 *b, i64 size_b, 
         for (i64 i = 0; i < size_a; i++) in_b[i] = both[a[i] >> 6] >> (a[i] & 63) & 1;
         return 0;
     }
-    /* few of many: an open hash table of numbers, in which -1 is an empty place, and a mark for each place */
+    /* few of many: an open-addressing hash table of numbers, in which -1 is an empty slot, and a mark per slot */
     int bits = bits_of((u64)size_a) + 1;
     u64 mask = ((u64)1 << bits) - 1;
     i64 *table = room(&w->table, (sizeof(i64) + 1) << bits);

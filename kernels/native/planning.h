@@ -1,4 +1,4 @@
-/* What the C files of planning share. */
+/* Shared by the C files of planning. */
 
 #ifndef FREESCALE_PLANNING_H
 #define FREESCALE_PLANNING_H
@@ -14,14 +14,14 @@
 typedef int64_t i64;
 typedef uint64_t u64;
 
-/* Memory that is kept from one batch to the next: fresh memory costs more than the work that is done in it, since the
- * kernel has to clear it page by page. */
+/* Memory kept from one batch to the next: fresh memory costs more than the work done in it, since the kernel clears
+ * every new page. */
 typedef struct {
     void *memory;
     size_t size;
 } buffer;
 
-/* At least `size` bytes, with nothing of what was in them; NULL without memory. */
+/* At least `size` bytes, contents undefined; NULL if out of memory. */
 static inline void *room(buffer *b, size_t size) {
     if (!b->memory || b->size < size) {
         free(b->memory);
@@ -45,7 +45,7 @@ typedef struct { /* ids of some features */
 
 typedef struct { /* where the rows of an exchange are; owners.OwnerMap */
     i64 features, shards, world, bound;
-    const i64 *first_rows, *table_sizes; /* of each feature */
+    const i64 *first_rows, *table_sizes; /* per feature */
     const i64 *bounds, *shifts, *shard_order, *starts;
 } row_owners;
 
@@ -53,18 +53,18 @@ i64 request_keys(workspace *, const feature_ids *, const row_owners *, i64 *ends
 void place_positions(const workspace *, const row_owners *, const i64 *places, i64 *order, i64 *inverse);
 i64 intersect(workspace *, const i64 *a, i64 size_a, const i64 *b, i64 size_b, uint8_t *in_b, uint8_t *in_a);
 
-/* mesh.c: what ranks send each other. */
+/* mesh.c: messages between ranks. */
 typedef struct mesh mesh;
-typedef struct { /* consecutive messages of one kind, one for each rank */
+typedef struct { /* consecutive messages of one kind, one per rank */
     const void *send;
     void *recv;
     const i64 *send_counts, *recv_counts; /* [world] elements */
     i64 width;                            /* bytes of an element */
 } messages;
 
-typedef i64 (*carrier)(const messages *, i64 kinds); /* of the caller; returns 0, or RANK_LEFT */
+typedef i64 (*carrier)(const messages *, i64 kinds); /* the caller's; returns 0 or RANK_LEFT */
 
-/* Returns 0, or what went wrong, and with which rank. */
+/* Returns 0, or an error and the rank it is about. */
 i64 mesh_exchange(mesh *, const messages *, i64 kinds, double seconds, i64 *rank);
 
 #endif

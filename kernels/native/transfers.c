@@ -1,16 +1,16 @@
-/* One call puts a whole message on streams: what tests/support/issue_python.py does with some tens of calls from Python,
- * in the same order, with the same driver calls.
+/* Enqueues a whole message on streams in one call: the same driver calls, in the same order, as
+ * tests/support/issue_python.py makes one by one from Python.
  *
- * No CUDA header: the driver's functions come as addresses (`struct driver_calls`, filled by issue.py), which is also
- * how the tests run this file without a GPU. Structures are laid out as in slot_rings.py and issue.py.
+ * No CUDA header is needed: driver functions are passed as addresses (`struct driver_calls`, filled by issue.py), which
+ * also lets tests run this file without a GPU. Structures match slot_rings.py and issue.py.
  *
- * A call that the driver refuses ends the message at once: its number, counted from 1 in the order of driver_calls, and
- * the driver's code come back as number << 32 | code. */
+ * The first failing driver call ends the message. Its number, counted from 1 in the order of driver_calls, and the
+ * driver's code are returned as number << 32 | code. */
 
 #include <stddef.h>
 #include <stdint.h>
 
-#define MAX_STREAMS 8 /* of one priority: outwards, then inwards */
+#define MAX_STREAMS 8 /* per priority: outbound, then inbound */
 #define COUNTS_DIFFER -1
 
 struct driver_calls {
@@ -25,7 +25,7 @@ struct driver_calls {
     int (*wait_for_word)(void *stream, uint64_t address, uint32_t value, unsigned flags);
 };
 
-/* CALL(record_event, event, stream): returns from the function it stands in where the driver refuses. */
+/* CALL(record_event, event, stream): returns from the enclosing function if the driver fails. */
 #define NUMBER_OF(call) ((int64_t)(offsetof(struct driver_calls, call) / sizeof(void *)) + 1)
 #define CALL(call, ...)                                               \
     do {                                                              \
@@ -36,7 +36,7 @@ struct driver_calls {
 struct lane { /* slot_rings.Lane */
     int64_t peer, sends, slots, piece_bytes;
     uint64_t data_address, wait_address, signal_address;
-    uint64_t host_words; /* where the host can read the words that this side waits for, else 0 */
+    uint64_t host_words; /* host address of the words that this side waits for, or 0 */
     int64_t word_stride, next_piece;
 };
 
@@ -45,7 +45,7 @@ struct channel { /* one priority of a transport; issue.py */
     void *context;
     int64_t rank, world, piece_bytes;
     struct lane **lanes_out, **lanes_in; /* by peer */
-    int64_t *starts;                     /* room for 2 * world numbers */
+    int64_t *starts; /* room for 2 * world numbers */
     int64_t ways;                        /* streams in each direction */
     void *streams[MAX_STREAMS];
     void *ready, *finished[MAX_STREAMS];
@@ -54,7 +54,7 @@ struct channel { /* one priority of a transport; issue.py */
 struct message {
     struct channel *channel;
     uint64_t x, out;
-    int64_t turns[2];  /* pieces so far, out and in */
+    int64_t turns[2]; /* pieces so far, out and in */
     unsigned is_used; /* a bit per stream */
     int last;         /* stream of the last receive, else of the last send, else -1 */
 };
@@ -117,7 +117,7 @@ static int64_t move(struct message *m, struct lane *lane, int64_t offset, int64_
     return 0;
 }
 
-/* Streams that were used come together in the one of the last receive, where `done` is recorded. */
+/* Join the used streams in that of the last receive, and record `done` there. */
 static int64_t finish(const struct message *m, void *compute, void *done)
 {
     struct channel *channel = m->channel;
@@ -144,7 +144,7 @@ static int64_t move_in_order(struct message *m, const int64_t *send, const int64
         if (recv[peer] * row_bytes > most) most = recv[peer] * row_bytes;
     }
     for (int64_t begin = 0; begin < most; begin += channel->piece_bytes)
-        for (int64_t i = 1; i <= world; i++) { /* distances 1, 2, ..., and 0 last: what a rank sends to itself */
+        for (int64_t i = 1; i <= world; i++) { /* distances 1, 2, ..., then 0: the rank itself */
             int64_t to = (rank + i) % world, source = (rank + world - i % world) % world;
             for (int way = 0; way < 2; way++) {
                 int64_t peer = way ? source : to;
@@ -159,7 +159,7 @@ static int64_t move_in_order(struct message *m, const int64_t *send, const int64
     return 0;
 }
 
-/* Everything of a message. `done` is recorded after the last piece. */
+/* Issue the whole message. `done` is recorded after the last piece. */
 int64_t freescale_launch(struct channel *channel, void *compute, void *done, uint64_t x, uint64_t out,
                          const int64_t *send, const int64_t *recv, int64_t row_bytes, int64_t n_send, int64_t n_recv)
 {
@@ -172,7 +172,7 @@ int64_t freescale_launch(struct channel *channel, void *compute, void *done, uin
     if (n_send || n_recv) return COUNTS_DIFFER;
     status = enter(calls, channel->context, &pushed);
     if (status) return status;
-    code = calls->record_event(channel->ready, compute); /* x can be read and out can be written */
+    code = calls->record_event(channel->ready, compute); /* x readable, out writable */
     if (code) status = NUMBER_OF(record_event) << 32 | (uint32_t)code;
     if (!status) status = move_in_order(&m, send, recv, row_bytes);
     if (!status) status = finish(&m, compute, done);
