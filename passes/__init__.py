@@ -1,4 +1,4 @@
-"""Graph passes, each a pure function `(GraphModule, Config) -> number of sites`, in the order of running."""
+"""Graph passes, in the order in which they run. Each is a pure function `(GraphModule, Config) -> number of sites`."""
 
 from __future__ import annotations
 

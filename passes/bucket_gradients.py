@@ -1,10 +1,10 @@
-"""Average dense gradients in buckets that travel while the backward pass goes on.
+"""Average dense gradients in buckets, overlapped with the rest of the backward pass.
 
-Needs:    a post-grad graph in which each gradient to be averaged is an `average_gradient` (FREESCALE_DENSE=allreduce).
-Promises: same values up to the order in which the group adds up ranks (none with two of them). Buckets, and the order
-          in which they leave, follow from the parameters and their places in the model alone: graphs of one model for
-          batches of different sizes have the same. A bucket holds one data type of one device.
-Leaves:   a gradient that something in the graph computes with: it is averaged where it stands.
+Needs:    a post-grad graph with an `average_gradient` for each gradient to average (FREESCALE_DENSE=allreduce).
+Promises: same values up to the order in which the group sums ranks (identical with two ranks). Buckets and their order
+          depend only on the parameters and their positions in the model, so graphs of one model for different batch
+          sizes agree. A bucket holds one dtype on one device.
+Leaves:   a gradient that the graph itself uses: it is averaged in place.
 Before:   g0 = mm(...) ; a0 = average_gradient(g0) ; g1 = mm(...) ; a1 = average_gradient(g1) ; return a0, a1
 After:    g0 = mm(...) ; g1 = mm(...) ; launched = all_reduce_launch([g0, g1]) ; ... ; flat = wait_tensor(launched)
           a0, a1 = split(flat) ; return a0, a1
@@ -27,7 +27,7 @@ from freescale.passes.exchange_meta import EXCHANGE_KEY, ORIGIN_KEYS, WAIT, Cann
 aten = torch.ops.aten
 fs = torch.ops.freescale
 
-# Of small models too, the first gradients leave before the last are there; but what a launch costs is not for nothing.
+# Small models also launch their first bucket before the last gradient is ready, but a launch has a fixed cost.
 MIN_BUCKETS, MIN_BYTES = 8, 1 << 20
 
 Bucket = list[fx.Node]  # of average_gradient
@@ -45,7 +45,7 @@ def bucket_gradients(gm: fx.GraphModule, cfg: Config) -> int:
     behind, launch = -1, None
     for bucket in buckets:
         last_ready = max(map(_gradient, bucket), key=position.__getitem__)
-        # not in front of the bucket before it, whichever is full first
+        # not before the previous bucket, even if this one is full first
         if launch is None or position[last_ready] > behind:
             behind, launch = position[last_ready], last_ready
         launch = _rewrite(gm.graph, bucket, launch)
@@ -53,7 +53,7 @@ def bucket_gradients(gm: fx.GraphModule, cfg: Config) -> int:
 
 
 def fill_buckets(averaged: Bucket, max_bytes: float) -> list[Bucket]:
-    """In the order in which they are full; a gradient larger than `max_bytes` has a bucket of its own."""
+    """Buckets in the order in which they fill up; a gradient larger than `max_bytes` gets its own bucket."""
     total = sum(_bytes(n) for n in averaged)
     max_bytes = min(max_bytes, max(total / MIN_BUCKETS, MIN_BYTES))
     open_buckets: dict[Any, Bucket] = {}
@@ -80,7 +80,7 @@ def _gradient(node: fx.Node) -> fx.Node:
 
 
 def _rewrite(graph: fx.Graph, bucket: Bucket, behind: fx.Node) -> fx.Node:
-    """Launch a bucket behind a node, and wait for it at the end of the graph."""
+    """Launch a bucket after the node `behind`, and wait for it at the end of the graph."""
     group_name = argument(bucket[0], "group_name")
     names = [argument(n, "name") for n in bucket]
     gradients = list(map(_gradient, bucket))
@@ -103,7 +103,7 @@ def _rewrite(graph: fx.Graph, bucket: Bucket, behind: fx.Node) -> fx.Node:
 
 
 def _first_after(node: fx.Node) -> fx.Node:
-    """Inputs of a graph stay in front."""
+    """The node after `node`; placeholders stay first."""
     node = node.next
     while node.op in ("placeholder", "get_attr"):
         node = node.next

@@ -1,14 +1,14 @@
-"""Send less: of rows and gradients the largest values, or all of them in a narrower type. Not in `all`.
+"""Compress exchanges: send only the largest values of rows and gradients, or all of them in a narrower dtype. Opt-in.
 
-Needs:    split_exchanges has run where rows are to be compressed, bucket_gradients where dense gradients are.
-Promises: the same launches in the same order, each with the same result shape; alike on every rank. Without a share
-          (FREESCALE_COMPRESS) or a type (FREESCALE_WIRE) the graph is unchanged.
-Leaves:   urgent rows and gradients, unless which=all; plain all-to-alls; a dense gradient that is in no bucket.
+Needs:    split_exchanges has run if rows are compressed, bucket_gradients if dense gradients are.
+Promises: the same launches in the same order with the same result shapes, identical on every rank. Without a share
+          (FREESCALE_COMPRESS) or a dtype (FREESCALE_WIRE) the graph is unchanged.
+Leaves:   urgent rows and gradients, unless which=all; plain all-to-alls; dense gradients outside buckets.
 Before:   chunk = all_to_all_launch(grad, ...) ; bucket = all_reduce_launch([g0, g1], ...)
 After:    chunk = all_to_all_launch(grad, ..., packing="largest:32/15:16")
           bucket = all_reduce_launch([g0, g1], ..., packing="largest:1/150:8192")
 
-What a packing does is said in kernels/compression.py.
+kernels/compression.py defines the packings.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from freescale.passes.exchange_meta import EXCHANGE_KEY, CannotApply, GraphExcha
 log = logging.getLogger(__name__)
 
 fs = torch.ops.freescale
-ROW_BLOCK = 1024  # values among which the largest are chosen, about
+ROW_BLOCK = 1024  # values per block, approximately
 DENSE_BLOCK = 8192  # the same for dense gradients, at most
 
-Site = tuple[GraphExchange, Packing, sympy.Expr]  # what is compressed, how, and its bytes, a rank's own rows among them
+Site = tuple[GraphExchange, Packing, sympy.Expr]  # what, how, and its bytes including the rank's own rows
 
 
 def compress_exchange(gm: fx.GraphModule, cfg: Config) -> int:
-    """Return the number of launches that send less."""
+    """Return the number of compressed launches."""
     asked = cfg.compression()
     if not asked.sends_less:
         _say_that_nothing_is_lost()
@@ -58,8 +58,8 @@ def compress_exchange(gm: fx.GraphModule, cfg: Config) -> int:
 @cache
 def _say_that_nothing_is_lost() -> None:
     log.warning(
-        "compress_exchange was named without a share (FREESCALE_COMPRESS) or a type (FREESCALE_WIRE): everything "
-        "travels as it is"
+        "compress_exchange was requested without a share (FREESCALE_COMPRESS) or a dtype (FREESCALE_WIRE): nothing is "
+        "compressed"
     )
 
 
@@ -67,12 +67,12 @@ def _row_exchanges(graph: fx.Graph, asked: Compression) -> list[GraphExchange]:
     found = exchanges(graph)
     for x in found:
         if x.kind == "composite":
-            raise CannotApply(f"{x} is in one piece: compress_exchange needs the pass split_exchanges")
+            raise CannotApply(f"{x} is not split: compress_exchange needs split_exchanges")
     chunks = [x for x in found if x.kind == "chunk" and (asked.which == "all" or x.priority != "urgent")]
     for x in chunks:
         _check(x, _sent(x).dtype)
         if _sent(x).shape[1] > MAX_BLOCK:
-            raise CannotApply(f"{x}: rows of more than {MAX_BLOCK} values are not compressed")
+            raise CannotApply(f"{x}: rows of more than {MAX_BLOCK} values cannot be compressed")
     return chunks
 
 
@@ -80,7 +80,7 @@ def _buckets(graph: fx.Graph) -> list[GraphExchange]:
     for node in graph.nodes:
         if node.target is fs.average_gradient.default and all(u.op == "output" for u in node.users):
             name = argument(node, "name")
-            raise CannotApply(f"the gradient of {name} is in no bucket: compress_exchange needs bucket_gradients")
+            raise CannotApply(f"the gradient of {name} is not in a bucket: compress_exchange needs bucket_gradients")
     buckets = [x for x in exchanges(graph) if x.kind == "dense"]
     for x in buckets:
         _check(x, x.launch.meta["val"].dtype)
@@ -89,13 +89,13 @@ def _buckets(graph: fx.Graph) -> list[GraphExchange]:
 
 def _check(x: GraphExchange, dtype: torch.dtype) -> None:
     if dtype != torch.float32:
-        raise CannotApply(f"{x} are {str(dtype).removeprefix('torch.')}: only float32 is compressed")
+        raise CannotApply(f"{x} are {str(dtype).removeprefix('torch.')}: only float32 can be compressed")
     if x.launch.kwargs:
-        raise CannotApply(f"{x.launch.name} is called with keywords")
+        raise CannotApply(f"{x.launch.name} is called with keyword arguments")
 
 
 def _sent(x: GraphExchange) -> Any:
-    """The token or the gradients: of the width and type of the rows."""
+    """The token or the gradients, with the width and dtype of the rows."""
     sent = x.launch.args[0]
     assert isinstance(sent, fx.Node)
     return sent.meta["val"]
@@ -107,7 +107,7 @@ def _row_site(x: GraphExchange, asked: Compression) -> Site:
     if asked.rows is None:
         packing = Packing(asked.wire, stochastic=asked.wire == "fp8" and x.payload == "gradients")
         return x, packing, rows * compression.row_bytes(packing, dim)
-    entries = asked.rows * 4 * dim / ENTRY_BYTES  # for each row
+    entries = asked.rows * 4 * dim / ENTRY_BYTES  # per row
     packing = Packing("largest", entries.numerator, entries.denominator, max(1, ROW_BLOCK // max(dim, 1)))
     return x, packing, sympy.floor(rows * packing.num / packing.den) * ENTRY_BYTES
 
@@ -121,8 +121,8 @@ def _dense_site(x: GraphExchange, share: Fraction) -> Site:
 
 
 def dense_packing(n: int, share: Fraction) -> Packing:
-    """Of a bucket of n values: blocks of such a size that each of them sends something, every time. What a block never
-    sends would never reach the parameters."""
+    """The packing of a bucket of n values. Blocks are large enough that each sends something every time; otherwise some
+    values would never reach the parameters."""
     most = MAX_BLOCK if share < Fraction(1, 1000) else DENSE_BLOCK
     height = n if n <= most else next(h for h in range(most, 0, -1) if n % h == 0 or 2 * (n % h) >= h)
     entries = max(share * 4 / ENTRY_BYTES, Fraction(1, max(min(height, n % height or height), 1)))

@@ -1,4 +1,4 @@
-"""What passes know of a graph and tell each other: the exchanges, and why a pass could not apply."""
+"""Facts about a graph shared between passes: its exchanges, and why a pass could not apply."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import fx
 
 # Keys of node.meta.
-EXCHANGE_KEY = "freescale"  # the GraphExchange that the node starts
-PINNED_KEY = "freescale_pinned"  # set on a node whose place among the compute the compiler must keep
-# Where a node came from. What torch noted about the call itself (its arguments' layouts) is not true of new nodes.
+EXCHANGE_KEY = "freescale"  # the GraphExchange that starts at this node
+PINNED_KEY = "freescale_pinned"  # this node's place among the compute must be kept by the compiler
+# Provenance of a node. torch's other meta (such as the layouts of arguments) does not hold for new nodes.
 ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "custom", "seq_nr")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class CannotApply(Exception):
-    """A pass met something it does not handle. The graph is untouched; the message says what and why."""
+    """A pass found something it does not support. The graph is unchanged; the message says what and why."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class GraphExchange:
     priority  "urgent", "late", "early" or "dense"
     bytes     received by this rank, symbolic
     launch    the node that starts it
-    wait      the node that waits for it; of a composite, the composite itself; None if this graph does not wait
-    table     whose rows or gradients; empty for a plain one; parameters of a dense one
-    consumer  the first node that needs what arrived, None if nothing in this graph does
+    wait      the node that waits for it (the composite itself for a composite); None if this graph does not wait
+    table     the table of the rows or gradients; empty for a plain one; the parameters of a dense one
+    consumer  the first node that needs the result, or None if no node in this graph does
     """
 
     kind: str
@@ -50,19 +50,19 @@ class GraphExchange:
 
 
 def exchanges(graph: fx.Graph) -> list[GraphExchange]:
-    """Those that `find_exchanges` marked, in graph order."""
+    """The exchanges marked by `find_exchanges`, in graph order."""
     return [n.meta[EXCHANGE_KEY] for n in graph.nodes if EXCHANGE_KEY in n.meta]
 
 
 def dense_collectives(graph: fx.Graph) -> list[fx.Node]:
-    """What averages dense gradients, in graph order: launches of buckets, and gradients that are in none."""
+    """Averages of dense gradients, in graph order: launches of buckets, and gradients outside buckets."""
     fs = torch.ops.freescale
     ops = (fs.all_reduce_launch.default, fs.average_gradient.default)
     return [n for n in graph.nodes if n.target in ops]
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument `name` of a node that calls an op of ours."""
+    """The argument `name` of a node that calls a freescale op."""
     target: Any = node.target
     names = [a.name for a in target._schema.arguments]
     position = names.index(name)
@@ -76,7 +76,7 @@ def last_wait(launch: fx.Node) -> fx.Node | None:
 
 
 def waits_of(launch: fx.Node) -> list[fx.Node]:
-    """The wait of a launch, and the wait of that, which happens: in the order of the graph."""
+    """The wait for a launch, and a wait for that (which occurs), in graph order."""
     waits: list[fx.Node] = []
     node = launch
     while (wait := next((u for u in node.users if u.target is WAIT), None)) is not None:
@@ -86,7 +86,7 @@ def waits_of(launch: fx.Node) -> list[fx.Node]:
 
 
 def size_in_bytes(value: torch.Tensor, rows: Any = None) -> sympy.Expr:
-    """Of a tensor, or of `rows` rows like those of the tensor."""
+    """Size of a tensor, or of `rows` rows of its width and dtype."""
     total = sympy.Integer(value.element_size())
     for s in value.shape if rows is None else (rows, *value.shape[1:]):
         total *= s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s)

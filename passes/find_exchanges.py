@@ -1,13 +1,13 @@
 """Mark every embedding all-to-all of a graph.
 
 Needs:    a post-grad graph, forward or backward.
-Promises: the graph is unchanged but for `meta["freescale"]` on the node that starts an exchange.
+Promises: the graph is unchanged except for `meta["freescale"]` on nodes that start an exchange.
 Marks:    the dialect's `exchange_forward`, `exchange_backward` and launches of rows, and a plain
           `_c10d_functional.all_to_all_single` whose input was looked up in a table (rows) or whose result
           goes into a table's gradient or update (gradients).
-Leaves:   integer all-to-alls (ids, lengths), and those whose data comes out of compute and goes into compute:
-          expert parallelism, sequence parallelism (Ulysses). Where such data is an input of the graph, its
-          symbolic height tells it from a table; with static sizes, a gather from it looks like a lookup.
+Leaves:   integer all-to-alls (ids, lengths), and those between compute and compute: expert parallelism, sequence
+          parallelism (Ulysses). If such data is a graph input, its symbolic height distinguishes it from a table;
+          with static sizes, a gather from it looks like a lookup.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 fs = torch.ops.freescale
 
-# Ops that hand values on: the same numbers, viewed, copied, cast or joined.
+# Ops that pass values through: views, copies, casts, concatenation.
 PASS_THROUGH = {
     aten.view.default,
     aten.reshape.default,
@@ -55,13 +55,13 @@ PASS_THROUGH = {
     torch.ops.prims.convert_element_type.default,
     operator.getitem,
 }
-# Scaling and masking on the way, as in a gradient's division by the world size or its zeros for padding.
+# Scaling and masking, such as the division of a gradient by the world size, or zeros for padding.
 SCALING = {aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.where.self}
 GATHERS = {aten.index.Tensor, aten.index_select.default}
 SCATTERS = {
     aten.index_put.default,
     aten.index_put_.default,
-    aten._unsafe_masked_index_put_accumulate.default,  # of embedding_dense_backward, since torch 2.13
+    aten._unsafe_masked_index_put_accumulate.default,  # from embedding_dense_backward, since torch 2.13
     aten.index_add.default,
     aten.scatter_add.default,
 }
@@ -76,7 +76,7 @@ def find_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
 
 
 def count_exchanges(graph: fx.Graph) -> int:
-    """How many would be marked."""
+    """Return the number of exchanges that would be marked."""
     return sum(_exchange(n) is not None for n in graph.nodes)
 
 
@@ -111,14 +111,14 @@ def _plain_exchange(node: fx.Node) -> GraphExchange | None:
     elif _goes_to_update(wait):
         payload = "gradients"
     else:
-        reason = "its data is neither looked up nor goes into a table"
-        log.debug("%s is no embedding exchange: %s", node.name, reason)
+        reason = "its data is neither looked up in a table nor written to one"
+        log.debug("%s is not an embedding exchange: %s", node.name, reason)
         return None
     return GraphExchange("plain", payload, "urgent", size_in_bytes(value), node, wait, first_user(wait))
 
 
 def _called_op(node: fx.Node) -> str:
-    """The name of the op that a node calls, seen through functionalization of in-place ops."""
+    """The name of the called op, seen through functionalization of in-place ops."""
     target = str(node.target)
     return str(node.args[0]) if target.startswith("auto_functionalized") else target
 
@@ -133,7 +133,7 @@ def _is_lookup(node: fx.Node) -> bool:
 
 
 def _is_table(node: object) -> bool:
-    """A graph input that came into the step from outside, not a gradient of it and not something computed."""
+    """A graph input from outside the step: neither a gradient nor computed."""
     while isinstance(node, fx.Node) and node.target in PASS_THROUGH:
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.op != "placeholder" or node.name.startswith("tangents"):
@@ -142,7 +142,7 @@ def _is_table(node: object) -> bool:
 
 
 def _has_fixed_rows(node: fx.Node) -> bool:
-    """A table's height is part of the graph; that of activations, inputs of the graph too, is the batch's."""
+    """A table has a static height; activations that are graph inputs have the batch's symbolic one."""
     return not any(isinstance(s, torch.SymInt) for s in node.meta["val"].shape[:1])
 
 
@@ -176,7 +176,7 @@ def _goes_to_update(start: fx.Node) -> bool:
 
 
 def _is_update(user: fx.Node, value: fx.Node) -> bool:
-    """`user` turns `value` into a table's gradient or applies it to a table."""
+    """Whether `user` turns `value` into a table's gradient or applies it to a table."""
     if user.target in (aten.embedding_dense_backward.default, fs.update_.default):
         return True
     op = _called_op(user)
@@ -188,9 +188,9 @@ def _is_update(user: fx.Node, value: fx.Node) -> bool:
 
 
 def _ends_outside(start: fx.Node) -> bool:
-    """The scattered sum leaves the graph as a gradient or goes back into a table: nothing computes with it.
+    """Whether the scattered sum leaves the graph as a gradient or goes back into a table, without further compute.
 
-    Other gradients of the same table, from a second lookup, may be added.
+    Gradients of other lookups of the same table may be added.
     """
     todo, seen = [start], {start}
     while todo:

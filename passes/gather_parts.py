@@ -1,12 +1,12 @@
-"""Rows that came in parts are gathered from where they are, instead of from a copy that joins the parts.
+"""Gather rows directly from the parts in which they arrived, instead of from a copy that joins the parts.
 
-Needs:    split_exchanges has run; code generation, which makes one kernel of what is written here.
-Promises: same bits; the parts are read, and nothing of their size is written.
+Needs:    split_exchanges has run; code generation, which fuses the new nodes into one kernel.
+Promises: bit-identical; the joined copy is never written.
 Before:   rows = cat([early, urgent]) ; values = rows[inverse]
 After:    values = where(inverse < len(early), early[inverse], urgent[inverse - len(early)])
 
-Each element is loaded from one part alone: the masks belong to the loads. Applied where the parts are what two waits
-bring and nothing else reads the joined rows.
+Each element is loaded from one part only, since the masks apply to the loads. Applies if the parts are the results of
+two waits and nothing else reads the joined rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Gather:
-    node: fx.Node  # the gather
+    node: fx.Node  # the gather node
     joined: fx.Node
     first: fx.Node
     second: fx.Node
@@ -35,7 +35,7 @@ class _Gather:
 
 def gather_parts(gm: fx.GraphModule, cfg: Config) -> int:
     """Return the number of gathers that read from the parts."""
-    if cfg.codegen != "inductor":  # node by node, it would be six passes over memory
+    if cfg.codegen != "inductor":  # eagerly it would be six passes over memory
         return 0
     gathers = [g for n in gm.graph.nodes if (g := _recognize(n)) is not None]
     for g in gathers:
@@ -44,7 +44,7 @@ def gather_parts(gm: fx.GraphModule, cfg: Config) -> int:
 
 
 def _recognize(node: fx.Node) -> _Gather | None:
-    """A gather of rows by one index from two parts."""
+    """A gather of rows by one index from two parts, or None."""
     if node.target is aten.index.Tensor:
         joined, indices = node.args
     elif node.target is aten.index_select.default and node.args[1] == 0:

@@ -1,6 +1,6 @@
-"""A short text of a graph, for tests, logs and artifacts: `name = op(args)  # shape`.
+"""A short text form of a graph, for tests, logs and artifacts: `name = op(args)  # shape`.
 
-The text does not depend on the rank.
+It is the same on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from freescale.passes.exchange_meta import EXCHANGE_KEY
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """One line per node; inputs that nothing uses are left out."""
+    """One line per node; unused inputs are omitted."""
     return "\n".join(_line(n) for n in graph.nodes if n.op != "placeholder" or n.users)
 
 

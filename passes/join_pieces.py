@@ -1,12 +1,12 @@
-"""What was cut into pieces and joined again, all of it and in the same order, is the whole it was cut from.
+"""Replace a concatenation of all pieces of a tensor, in order, by the tensor.
 
 Needs:    nothing.
-Promises: same bits; the copy that joins the pieces, a kernel for each of them, is gone.
+Promises: bit-identical; the copies, one kernel per piece, are removed.
 Before:   a, b, c = split_with_sizes(x, sizes) ; y = cat([a, b, c])
 After:    y = x
 
-Models with many features join their embeddings often, `torch.cat([found[f].values() for f in features])`; in the
-backward graph these are slices of the gradient, joined where the look-up was cut.
+Models with many features often join their embeddings with `torch.cat([found[f].values() for f in features])`. In the
+backward graph these are slices of the gradient, joined where the lookup was split.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ aten = torch.ops.aten
 
 
 def join_pieces(gm: fx.GraphModule, cfg: Config) -> int:
-    """Return the number of joins that are left out."""
+    """Return the number of concatenations removed."""
     returned = set(gm.graph.output_node().all_input_nodes)
     sites = 0
     for node in [n for n in gm.graph.nodes if n.target is aten.cat.default]:
         whole = _whole(node)
         if whole is None or not _is_laid_out_like(whole, node):
             continue
-        # A result of its own, which whoever gets it may write to.
+        # It must be a separate tensor: the caller may write to a returned result.
         if node in returned and (whole in returned or whole.op == "placeholder"):
             continue
         node.replace_all_uses_with(whole)
@@ -42,7 +42,7 @@ def join_pieces(gm: fx.GraphModule, cfg: Config) -> int:
 
 
 def _whole(cat: fx.Node) -> fx.Node | None:
-    """Of which these are all the pieces, in order."""
+    """The tensor of which these are all the pieces, in order, or None."""
     pieces: Any = cat.args[0]
     dim = _dimension(cat, cat.args[1] if len(cat.args) > 1 else 0)
     if all(piece.target is operator.getitem for piece in pieces):
@@ -77,7 +77,7 @@ def _sliced_whole(pieces: list[fx.Node], dim: int) -> fx.Node | None:
 
 
 def _bound(bound: Any, size: Any, default: Any) -> Any:
-    """An end of a slice as an expression."""
+    """A bound of a slice as an expression."""
     if bound is None:
         return default
     if isinstance(bound, int) and bound == sys.maxsize:
@@ -90,7 +90,7 @@ def _dimension(x: fx.Node, dim: Any) -> int:
 
 
 def _is_laid_out_like(x: fx.Node, y: fx.Node) -> bool:
-    """Of the same size, too, as torch worked it out: that of slices whose ends are not known to be in order differs."""
+    """Same size and strides in torch's metadata. Sizes of slices whose bounds may be out of order differ."""
     a, b = x.meta["val"], y.meta["val"]
 
     def layout(t: torch.Tensor) -> tuple[Any, ...]:
@@ -100,7 +100,7 @@ def _is_laid_out_like(x: fx.Node, y: fx.Node) -> bool:
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """And what was there for it alone."""
+    """Erase a node and the nodes that only it used."""
     inputs = node.all_input_nodes
     graph.erase_node(node)
     for other in dict.fromkeys(inputs):

@@ -1,8 +1,8 @@
-"""A list scheduler for overlap_attention: it walks a graph with a clock and decides where everything stands.
+"""List scheduler of overlap_attention: simulates time over a graph and decides the order of its nodes.
 
-What is critical runs as soon as it can; where that is a wait for something not there yet, other work that is ready runs
-first; background work is put where the wire is free for it and the clock says that it has arrived. Dense gradients
-leave as soon as they are complete and the urgent ones before them have arrived; they are waited for at the end.
+Critical nodes run as early as possible; if one must wait for data still in flight, other ready work runs first.
+Background work is placed where its link is idle and where the clock predicts its arrival. Dense gradients are launched
+when they are complete and the urgent ones before them have arrived; the waits for them are at the end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from freescale.passes import node_cost
 from freescale.passes.exchange_meta import WAIT, GraphExchange, argument, waits_of
 from freescale.passes.node_order import Order, predecessors
 
-BACKWARD_WORK = 2.0  # of the backward pass, in units of that of the forward pass
+BACKWARD_WORK = 2.0  # cost of the backward pass relative to the forward pass
 
 
 @dataclass
 class _Wire:
-    """When each launch arrives. Launches of one group share a wire and follow each other."""
+    """Arrival times of launches. Launches of one group share a link and run one after another."""
 
     free_at: dict[str, float] = field(default_factory=dict)  # by priority
     arrival: dict[fx.Node, float] = field(default_factory=dict)  # by launch
@@ -35,10 +35,10 @@ class _Wire:
 class ListScheduler:
     """One schedule of one graph.
 
-    seconds           that this rank computes for each node
-    bytes_per_second  of the link; 0: what was measured for the group of each launch
-    sink_share        how much of the work that would cover urgent launches is moved behind them
-    hoist             whether what does not depend on a wait runs before it
+    seconds           compute time of each node on this rank
+    bytes_per_second  bandwidth of the link; 0: as measured for the group of each launch
+    sink_share        share of the work that could cover urgent launches to move after them
+    hoist             run work that does not depend on a wait before the wait
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ListScheduler:
                 self.successors[e].append(node)
         self.background = {n for n in self._descendants([*late, *early]) if n.op == "call_function"}
         self.dense_launches = dense
-        self.dense = self._descendants(dense)  # nothing but the output needs what arrives
+        self.dense = self._descendants(dense)  # only the output needs these results
         aside = self.background | self.dense
         self.after_waits = self._descendants([n for n in nodes if n.target is WAIT and n not in aside])
         self.wire, self.now, self.compute_left = _Wire(), 0.0, sum(seconds.values())
@@ -85,7 +85,7 @@ class ListScheduler:
             if node.op in ("placeholder", "get_attr"):
                 self._schedule(node)
         for node in [*first, *sorted(sunk, key=self.position.__getitem__), *last]:
-            if node.target is not WAIT:  # a wait stands directly before its first consumer
+            if node.target is not WAIT:  # a wait is placed directly before its first consumer
                 for wait in [n for n in self.predecessors[node] if n.target is WAIT]:
                     self._schedule(wait)
                 dense = self._schedule_dense(dense)
@@ -97,10 +97,10 @@ class ListScheduler:
             self._schedule(node)
         return self.order
 
-    # -- what belongs to what -------------------------------------------------------------------------------------
+    # -- dependencies ---------------------------------------------------------------------------------------------
 
     def _descendants(self, start: Order) -> set[fx.Node]:
-        """`start` and all that data flow makes of it."""
+        """`start` and everything that depends on it."""
         reached = set(start)
         for node in self.nodes:
             if node.op != "output" and any(n in reached for n in node.all_input_nodes):
@@ -108,7 +108,7 @@ class ListScheduler:
         return reached
 
     def _ancestors(self, start: Order) -> set[fx.Node]:
-        """`start` and all that must run before it."""
+        """`start` and everything that it depends on."""
         reached, todo = set(start), list(start)
         while todo:
             new = [n for n in self.predecessors[todo.pop()] if n not in reached]
@@ -117,9 +117,9 @@ class ListScheduler:
         return reached
 
     def _nodes_to_sink(self) -> dict[fx.Node, None]:
-        """Work in front of the last urgent launch that no launch needs, the last first: it will cover them.
+        """Work before the last urgent launch that no launch needs, latest first: it will cover the urgent launches.
 
-        All of it, whatever the batch that was traced sends: later ones may send more, and only memory is at stake.
+        All of it, regardless of the traced batch's sizes: later batches may send more, and the only cost is memory.
         """
         sunk: dict[fx.Node, None] = {}
         launches = [x.launch for x in self.urgent]
@@ -137,14 +137,15 @@ class ListScheduler:
         return all(u in sunk or u in self.dense or u.op == "output" for u in self.successors[node])
 
     def _background_order(self, node: fx.Node) -> tuple[int, int]:
-        """All late launches, then what follows from them as it stood."""
+        """All late launches, then what depends on them in the original order."""
         x = self.exchange_of_launch.get(node)
         return (0 if x is not None and x.priority == "late" else 1, self.position[node])
 
     # -- time -----------------------------------------------------------------------------------------------------
 
     def _wire_seconds(self, x: GraphExchange) -> float:
-        """There are no late gradients in the first step, which is the one traced: as many as early rows will come."""
+        """Predicted transfer time. The first step, which is traced, has no late gradients: assume as many as early
+        rows."""
         same_size = [x]
         if x in self.late and len(self.late) == len(self.early):
             same_size.append(self.early[self.late.index(x)])
@@ -155,7 +156,7 @@ class ListScheduler:
         return any(n not in self.scheduled for x in self.urgent for n in (x.launch, *waits_of(x.launch)))
 
     def _schedule_dense(self, pending: Order) -> Order:
-        """Launch what is ready once the urgent gradients should be through; the others are returned."""
+        """Launch what is ready after the urgent gradients should have arrived; return the rest."""
         if any(self.now < self.wire.arrival.get(x.launch, self.now + 1.0) for x in self.urgent):
             return pending
         while pending and all(n in self.scheduled for n in self.predecessors[pending[0]]):
@@ -164,7 +165,7 @@ class ListScheduler:
         return pending
 
     def _schedule_background(self, pending: Order) -> Order:
-        """Those whose time has come; the others are returned."""
+        """Schedule the nodes whose time has come; return the rest."""
         if pending and self._urgent_in_flight():
             return pending
         while pending:
@@ -176,9 +177,10 @@ class ListScheduler:
         return pending
 
     def _wait_time(self, x: GraphExchange) -> float:
-        """When to wait for late gradients: after they arrived, half-way to where it would be late for what follows.
+        """When to wait for late gradients: after they arrived, halfway to the deadline.
 
-        That is the end of this graph, or where the early rows would not arrive before the backward pass ends.
+        The deadline is the end of this graph, or the point after which early rows would not arrive within the backward
+        pass.
         """
         arrival = self.wire.arrival[x.launch]
         end = self.now + self.compute_left
@@ -186,7 +188,7 @@ class ListScheduler:
         return max(arrival, (arrival + min(end, end * (1 + BACKWARD_WORK) - early_rows)) / 2)
 
     def _schedule(self, node: fx.Node) -> None:
-        """Append a node, and before it what must run before it, the first of its inputs first."""
+        """Append a node after everything that must run before it, in the order of its inputs."""
         if node in self.scheduled:
             return
         path = [(node, iter(self.predecessors[node]))]

@@ -1,11 +1,11 @@
-"""Launches get a transport.
+"""Assign transports to launches.
 
-Needs:    find_exchanges has run, and split_exchanges where there are composites: those keep the group's own all-to-all.
-Promises: same values; only an argument of launches changes, alike on every rank.
+Needs:    find_exchanges has run, and split_exchanges if there are composites: those keep the group's own all-to-all.
+Promises: same values; only an argument of launches changes, identically on every rank.
 Before:   chunk = all_to_all_launch(grad, ...)
-After:    chunk = all_to_all_launch(grad, ..., transport="staged"), or "auto" where the launch itself is to choose
+After:    chunk = all_to_all_launch(grad, ..., transport="staged"), or "auto" to choose at the launch
 
-Plain all-to-alls stay: their counts are numbers in the graph and their groups belong to somebody else.
+Plain all-to-alls are unchanged: their counts are Python numbers in the graph, and freescale does not own their groups.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 
 def lower_copies(gm: fx.GraphModule, cfg: Config) -> int:
-    """Return the number of launches that became copies."""
+    """Return the number of launches with another transport than c10d."""
     chunks = [x for x in exchanges(gm.graph) if x.kind == "chunk"]
     chosen = []
     for x in chunks:
         device = x.launch.meta["val"].device.type
         name, reason = selection.choose_transport(cfg.transport, device)
-        log.info("%s goes over %s: %s", x, name, reason)
+        log.info("%s uses %s: %s", x, name, reason)
         chosen.append((x.launch, name))
     for launch, name in chosen:
         if name != "c10d":

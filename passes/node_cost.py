@@ -1,13 +1,13 @@
-"""What a node costs, in seconds: pure functions of a graph's sizes and of how fast the machine is.
+"""Cost model: seconds per node, as pure functions of a graph's sizes and the machine's speed.
 
-Symbolic sizes are taken at their hint, the sizes of the batch that was traced. The estimates decide only where
-something stands among the compute of this rank, never what is launched or in which order.
+Symbolic sizes use their hints, the sizes of the traced batch. Estimates only affect where nodes are placed among this
+rank's compute, never what is launched or in which order.
 
-    floating-point work    by torch's formulas (torch.utils.flop_counter), which a user's op joins by
+    floating-point work    torch's formulas (torch.utils.flop_counter); user ops are added with
                            `register_flop_formula`
-    everything else        by the bytes that it touches; pointwise ops, which get fused, by their output alone
-    a user's op without    measured once, on random data of the hinted sizes, if all its tensors are floating-point
-    a formula              (others may hold offsets or ids); else by its bytes, and a line in the log says so
+    everything else        bytes accessed; for pointwise ops, which are fused, the output only
+    a user op without      measured once, on random data of the hinted sizes, if all its tensors are floating-point
+    a formula              (others may hold offsets or ids); otherwise bytes accessed, with a log line
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from freescale.passes.exchange_meta import WAIT
 
 log = logging.getLogger(__name__)
 
-UNKNOWN_SIZE = 4096  # of a symbol that only the data will tell
-KNOWN_NAMESPACES = ("aten", "prims", "fbgemm", "freescale", "_c10d_functional")  # ops of any other are a user's
+UNKNOWN_SIZE = 4096  # of a data-dependent symbol
+KNOWN_NAMESPACES = ("aten", "prims", "fbgemm", "freescale", "_c10d_functional")  # all other ops are user ops
 _REPETITIONS = 3
 
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """Of one rank, per second."""
+    """Speed of one rank, per second."""
 
     flops: float  # floating-point operations
     memory: float  # bytes read or written
 
 
 def wire_seconds(size: sympy.Expr, bytes_per_second: float) -> float:
-    """The time that `size` bytes take on a link."""
+    """Transfer time of `size` bytes on a link."""
     return max(hint(size), 0) / bytes_per_second
 
 
 def hint(size: Any) -> int:
-    """A size as a number: of the batch that was traced."""
+    """A size as a number, from the traced batch."""
     return fx_values.size_hint(size, UNKNOWN_SIZE)
 
 
 def bytes_of(value: Any) -> int:
-    """Of a tensor or of several."""
+    """Size of a tensor or of several."""
     if isinstance(value, (list, tuple)):
         return sum(bytes_of(v) for v in value)
     if not isinstance(value, torch.Tensor):
@@ -66,7 +66,7 @@ def bytes_of(value: Any) -> int:
 
 
 def is_view(node: fx.Node) -> bool:
-    """The node's result is, or lies in, an argument's storage."""
+    """Whether the node's result aliases an argument's storage."""
     if node.target is operator.getitem:
         return True
     schema = getattr(node.target, "_schema", None)
@@ -74,7 +74,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_compute(node: fx.Node) -> bool:
-    """A kernel of its own whatever the compiler fuses: matrix products, attention, a user's op."""
+    """Whether the node is never fused: matrix products, attention, user ops."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if node.target in (torch.ops.higher_order.triton_kernel_wrapper_functional,):
@@ -87,7 +87,7 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def seconds(node: fx.Node, machine: MachineSpeed) -> float:
-    """How long this rank's compute is busy with a node."""
+    """Compute time of a node on this rank."""
     value = node.meta.get("val")
     if node.op != "call_function" or node.target is WAIT or is_view(node) or not _has_tensors(value):
         return 0.0
@@ -133,7 +133,7 @@ _seconds_of_op: dict[tuple[Any, ...], float] = {}
 
 
 def _measured(node: fx.Node) -> float:
-    """A user's op on random data, once per op and sizes in a process."""
+    """Time of a user op on random data, measured once per op and sizes in a process."""
     values = [n.meta.get("val") for n in node.all_input_nodes]
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     key = (str(node.target), *((str(v.dtype), *map(hint, v.shape)) for v in tensors))
@@ -141,14 +141,14 @@ def _measured(node: fx.Node) -> float:
         _seconds_of_op[key] = _time_op(node) if all(v.is_floating_point() for v in tensors) else 0.0
         if _seconds_of_op[key] == 0.0:
             log.info(
-                "the cost of %s is taken from its bytes; torch.utils.flop_counter.register_flop_formula would tell it",
+                "the cost of %s is estimated from its bytes; register its FLOPs with torch.utils.flop_counter",
                 node.target,
             )
     return _seconds_of_op[key]
 
 
 def _time_op(node: fx.Node) -> float:
-    """Seconds that it takes on random data; 0 if it cannot be run on such."""
+    """Seconds of the op on random data; 0 if it fails."""
     def real(n: fx.Node) -> Any:
         return _with_hinted_sizes(n.meta.get("val"), lambda shape, v: torch.rand(shape, device=v.device).to(v.dtype))
 
@@ -157,7 +157,7 @@ def _time_op(node: fx.Node) -> float:
             args, kwargs = fx.map_arg(node.args, real), fx.map_arg(node.kwargs, real)
             return fastest(lambda: node.target(*args, **kwargs), node.meta["val"])  # type: ignore[operator]
     except Exception as error:  # noqa: BLE001  (whatever an op does with data that it was not made for)
-        log.info("%s could not be measured: %s", node.target, error)
+        log.info("%s measurement failed: %s", node.target, error)
         return 0.0
 
 
@@ -177,7 +177,7 @@ def fastest(run: Callable[[], Any], result: Any) -> float:
 
 @cache
 def machine(device_type: str) -> MachineSpeed:
-    """How fast this rank is, measured once per process with one matrix product and one copy."""
+    """Speed of this rank, measured once per process with one matrix product and one copy."""
     n = 4096 if device_type == "cuda" else 384
     with dynamo.no_modes(), torch.no_grad():
         a = torch.rand(n, n, device=device_type)
@@ -188,7 +188,7 @@ def machine(device_type: str) -> MachineSpeed:
 
 
 def device_of(nodes: Iterable[fx.Node]) -> str:
-    """Where the graph computes."""
+    """The device type of the graph's compute."""
     for node in nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
@@ -197,9 +197,9 @@ def device_of(nodes: Iterable[fx.Node]) -> str:
 
 
 def peak_bytes(order: list[fx.Node]) -> int:
-    """The most memory that is held at once if the nodes run in this order: results, and what the forward pass saved.
+    """Peak memory if the nodes run in this order: results, and what the forward pass saved.
 
-    AOTAutograd calls what a graph may not free, parameters and the batch, `primals_*`.
+    AOTAutograd names inputs that a graph may not free (parameters and the batch) `primals_*`.
     """
     position = {n: i for i, n in enumerate(order)}
     frees: list[int] = [0] * (len(order) + 1)
@@ -216,7 +216,7 @@ def peak_bytes(order: list[fx.Node]) -> int:
 
 
 def last_use(node: fx.Node, position: dict[fx.Node, int]) -> int:
-    """Where a result is used last, itself or through views of it."""
+    """Position of the last use of a result, directly or through its views."""
     last, todo, seen = position[node], [node], {node}
     while todo:
         for user in todo.pop().users:

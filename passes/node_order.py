@@ -1,7 +1,7 @@
-"""Which nodes of a graph must keep their order, though data flow does not show it.
+"""Ordering constraints between nodes that data flow does not express.
 
 `predecessors` is for the pass that reorders the graph (list_scheduler.py), `control_dependencies` for the compiler,
-which comes after the passes and would reorder it again.
+which runs after the passes and might reorder it again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Order = list[fx.Node]
 
 
 def predecessors(nodes: Order, last_launches: Order) -> dict[fx.Node, dict[fx.Node, None]]:
-    """Per node what must run before it: its inputs, and what data flow does not show.
+    """For each node, what must run before it: its inputs, and constraints that data flow does not express.
 
-    `last_launches`: they leave after all other collectives, in this order.
+    `last_launches`: these follow all other collectives, in this order.
     """
     before: dict[fx.Node, dict[fx.Node, None]] = {n: dict.fromkeys(n.all_input_nodes) for n in nodes}
 
@@ -43,7 +43,7 @@ def predecessors(nodes: Order, last_launches: Order) -> dict[fx.Node, dict[fx.No
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Every rank must start it at the same place among the others. Waits are not: they are about this rank."""
+    """Whether all ranks must start it in the same order among collectives. Waits are local."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or node.target is WAIT:
         return False
     if "c10d" in node.target.namespace:
@@ -56,8 +56,8 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _keep_mutations(nodes: Order, before: dict[fx.Node, dict[fx.Node, None]]) -> None:
-    """A node that changes a tensor in place stays behind its earlier readers and in front of its later ones."""
-    storage: dict[fx.Node, fx.Node] = {}  # node -> the node whose storage its result lies in
+    """In-place changes stay after earlier readers of the tensor and before later ones."""
+    storage: dict[fx.Node, fx.Node] = {}  # node -> the node that owns its result's storage
     users: dict[fx.Node, Order] = {}
     writer: dict[fx.Node, fx.Node] = {}
     for node in nodes:
@@ -88,10 +88,10 @@ def _written_inputs(node: fx.Node) -> Order:
 
 
 def control_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Per node those that must have run: what pins launches and waits to their place among the compute, and every
-    collective behind the one before it.
+    """For each node, those that must run before it: pins launches and waits to their place among the compute, and
+    orders each collective after the previous one.
 
-    Only kernels of their own are named (node_cost.is_compute): pointwise work stays free to be fused.
+    Only unfused kernels are named (node_cost.is_compute): pointwise work stays free to be fused.
     """
     dependencies = _pinned_places(graph)
     for node, before in _previous_collectives(graph).items():
@@ -101,11 +101,11 @@ def control_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _previous_collectives(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Per collective the one before it, where data flow does not say so: a compiler, which looks at this rank's sizes,
-    would be free to start the two in either order."""
+    """The previous collective of each collective, if data flow does not order the two: the compiler sees only this
+    rank's sizes and could start them in either order."""
     previous: dict[fx.Node, fx.Node] = {}
     last: fx.Node | None = None
-    after_last: set[fx.Node] = set()  # nodes that run after it anyway
+    after_last: set[fx.Node] = set()  # nodes that run after it in any case
     for node in graph.nodes:
         if any(n in after_last for n in node.all_input_nodes):
             after_last.add(node)
@@ -120,8 +120,8 @@ def _previous_collectives(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 def _pinned_places(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     dependencies: dict[fx.Node, list[fx.Node]] = {}
     pin: fx.Node | None = None
-    after_last: set[fx.Node] = set()  # nodes that run after the last pin (a launch or a wait) anyway
-    compute_since: Order = []  # the last pin
+    after_last: set[fx.Node] = set()  # nodes that run after the last pin (a launch or a wait) in any case
+    compute_since: Order = []  # since the last pin
     for node in graph.nodes:
         if node.meta.get(PINNED_KEY):
             dependencies[node] = [*([pin] if pin is not None else []), *_nameable_results(compute_since)]
@@ -137,7 +137,7 @@ def _pinned_places(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _nameable_results(nodes: Order) -> Order:
-    """Of a node with several results the first that is used: only single tensors can be named. Of one without, none."""
+    """Nodes with several results are represented by the first used one, since only single tensors can be named."""
     results = []
     for node in nodes:
         if isinstance(node.meta.get("val"), (tuple, list)):

@@ -1,12 +1,12 @@
-"""Order a graph so that the wire works under the compute and the compute waits for what it must wait for alone.
+"""Reorder a graph to overlap transfers with compute, so that compute waits only for data it needs.
 
-Needs:    find_exchanges has run, and split_exchanges where there are composites: a graph with one is left alone.
-Promises: same nodes, same values. Launches leave in an order that follows from the graph alone: urgent ones and other
-          collectives as they stood, then dense gradients, late gradients, early rows. Reads and updates of a table,
-          in-place changes and random numbers keep their order. Peak memory grows by the launched buffers at most.
-By rank:  where launches and waits stand among the compute follows from the sizes of the batch that this rank traced and
-          from what it measured (its link, its floating-point speed, its memory, ops without a formula), so it may
-          differ between ranks. The order of the launches does not, which the graph's `agree` op checks.
+Needs:    find_exchanges has run, and split_exchanges if there are composites: a graph with one is left unchanged.
+Promises: same nodes, same values. The order of launches depends only on the graph: urgent ones and other collectives
+          in their original order, then dense gradients, late gradients, early rows. Reads and updates of a table,
+          in-place changes and random numbers keep their order. Peak memory grows at most by the launched buffers.
+By rank:  where launches and waits are placed among the compute depends on the batch sizes that this rank traced and on
+          its measurements (link, FLOPS, memory bandwidth, ops without a formula), so it may differ between ranks. The
+          order of launches does not differ, which the graph's `agree` op checks.
 Before:   launch u ; wait u ; launch late ; wait late ; update ; launch early ; dense forward
 After:    launch u ; what does not need u ; wait u ; launch late ; attention ; wait late ; update ; launch early ;
           attention
@@ -16,7 +16,7 @@ Before:   dense backward with weight gradients and a launch of each bucket of th
 After:    dense backward ; launch u ; weight gradients, each bucket launched when it is full and u has arrived ;
           wait u ; update ; wait for the buckets
 
-How is in list_scheduler.py, what must keep its order in node_order.py, what things cost in node_cost.py.
+See list_scheduler.py for the algorithm, node_order.py for ordering constraints, node_cost.py for costs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from freescale.passes.exchange_meta import PINNED_KEY, GraphExchange, exchanges,
 from freescale.passes.list_scheduler import ListScheduler
 from freescale.passes.node_order import Order
 
-# (sink_share, hoist) of a ListScheduler, the most overlap first: the first that keeps the memory bound is taken.
+# (sink_share, hoist) of a ListScheduler, most overlap first: the first one within the memory bound is taken.
 _ATTEMPTS = ((1.0, True), (0.5, True), (0.25, True), (0.125, True), (0.0, True), (0.0, False))
 
 
@@ -52,7 +52,7 @@ def overlap_attention(gm: fx.GraphModule, cfg: Config) -> int:
 
 
 def memory_bound(nodes: Order, to_place: list[GraphExchange]) -> int:
-    """Bytes that an order may hold at once: what the nodes hold as they stand, and the launched buffers."""
+    """Memory limit of a schedule in bytes: the peak of the original order, plus the launched buffers."""
     return node_cost.peak_bytes(nodes) + sum(node_cost.hint(x.bytes) for x in to_place)
 
 
@@ -63,7 +63,7 @@ def best_order(
     bytes_per_second: float,
     max_bytes: int,
 ) -> Order:
-    """The nodes in the order with the most overlap that keeps the memory bound; other arguments as of ListScheduler."""
+    """The order with the most overlap within the memory bound; other arguments as for ListScheduler."""
     for sink_share, hoist in _ATTEMPTS:
         order = ListScheduler(nodes, to_place, seconds, bytes_per_second, sink_share, hoist).run()
         if node_cost.peak_bytes(order) <= max_bytes:

@@ -1,11 +1,11 @@
-"""Part of split_exchanges: a plain all-to-all whose result is cut up for different consumers.
+"""Part of split_exchanges: split a plain all-to-all whose result is sliced for several consumers.
 
 Before:   out = wait(all_to_all_single(x, recv, send)) ; history = out[:, :a] ; candidates = out[:, a:]
 After:    history = wait(all_to_all_single(x[:, :a])) ; candidates = wait(all_to_all_single(x[:, a:]))
 
-Each consumer gets a launch of its own, those needed first first; where to wait is overlap_attention's business. Two
-cuts are understood: along a trailing dimension of the result, and, where all ranks send equally much, along dimension 1
-of the result seen as [ranks, rows per rank, ...].
+Each consumer gets its own launch, in the order of first use; overlap_attention places the waits. Two kinds of slices
+are supported: along a trailing dimension of the result and, if all ranks send equal sizes, along dimension 1 of the
+result viewed as [ranks, rows per rank, ...].
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ LAUNCH = torch.ops._c10d_functional.all_to_all_single.default
 
 @dataclass(frozen=True)
 class ConsumerSlice:
-    """What one consumer takes: `node` is result[..., start : start + size, ...]."""
+    """The slice that one consumer reads: `node` is result[..., start : start + size, ...]."""
 
     node: fx.Node
     start: int
     size: int
-    needed_at: int  # position in the graph of the first node that computes with it
+    needed_at: int  # position in the graph of the first compute node that uses it
 
 
 @dataclass(frozen=True)
 class ConsumerSplit:
-    """One plain all-to-all, to become one per slice."""
+    """One plain all-to-all, to be replaced by one per slice."""
 
     exchange: GraphExchange
-    dim: int  # along which the result is sliced
-    ranks: int | None  # the result is viewed as [ranks, rows per rank, ...] first; None: sliced as it is
+    dim: int  # the sliced dimension
+    ranks: int | None  # the result is first viewed as [ranks, rows per rank, ...]; None: sliced directly
     slices: tuple[ConsumerSlice, ...]
 
 
 def plan(x: GraphExchange) -> ConsumerSplit | None:
-    """How to split an exchange by consumer, None where there is nothing to gain or it is not understood."""
+    """How to split an exchange by consumer; None if there is no gain or the pattern is not supported."""
     wait = x.wait
     if wait is None or not wait.users:
         return None
@@ -61,7 +61,7 @@ def plan(x: GraphExchange) -> ConsumerSplit | None:
     dim_and_slices = _slices_of(result, position)
     reason = _reason_to_keep_whole(dim_and_slices, ranks)
     if reason:
-        log.debug("%s stays whole: %s", x.launch.name, reason)
+        log.debug("%s is not split: %s", x.launch.name, reason)
         return None
     dim, slices = dim_and_slices  # type: ignore[misc]
     return ConsumerSplit(x, dim, ranks, tuple(sorted(slices, key=lambda s: (s.needed_at, s.start))))
@@ -69,20 +69,20 @@ def plan(x: GraphExchange) -> ConsumerSplit | None:
 
 def _reason_to_keep_whole(dim_and_slices: tuple[int, list[ConsumerSlice]] | None, ranks: int | None) -> str:
     if dim_and_slices is None:
-        return "its result is not only sliced, along one dimension, at fixed places"
+        return "its result is not sliced along one dimension at fixed positions only"
     dim, slices = dim_and_slices
     if dim != 1 if ranks is not None else dim < 1:
-        return f"a cut along dimension {dim} goes through what the ranks send"
+        return f"slicing along dimension {dim} would cut through the parts from ranks"
     if len({s.needed_at for s in slices}) < 2:
-        return "one consumer needs all of it"
+        return "all slices are needed at the same node"
     bounds = sorted((s.start, s.start + s.size) for s in slices)
     if any(end > next_start for (_, end), (next_start, _) in zip(bounds, bounds[1:], strict=False)):
-        return "its parts overlap"
+        return "its slices overlap"
     return ""
 
 
 def _equal_ranks(launch: fx.Node, view: fx.Node) -> int | None:
-    """The number of ranks if `view` is the result as [ranks, rows per rank, ...] and every rank sends equally much."""
+    """The number of ranks if `view` is the result as [ranks, rows per rank, ...] and every rank sends equal sizes."""
     recv, send = launch.args[1], launch.args[2]
     shape, whole = view.meta["val"].shape, launch.meta["val"].shape
     if not isinstance(recv, (list, tuple)) or not isinstance(send, (list, tuple)) or len(shape) != len(whole) + 1:
@@ -93,7 +93,7 @@ def _equal_ranks(launch: fx.Node, view: fx.Node) -> int | None:
 
 
 def _slices_of(result: fx.Node, position: dict[fx.Node, int]) -> tuple[int, list[ConsumerSlice]] | None:
-    """The dimension and the slices that `result` is cut into, None unless all its users cut it at fixed places."""
+    """The dimension and the slices of `result`; None unless all its users slice it at fixed positions."""
     n_dims = result.meta["val"].dim()
     dims: set[int] = set()
     slices: list[ConsumerSlice] = []
@@ -133,7 +133,7 @@ def _slice_bounds(user: fx.Node) -> tuple[int, list[tuple[fx.Node, int, int]]] |
 
 
 def _first_compute(node: fx.Node, position: dict[fx.Node, int]) -> int | None:
-    """The position of the first node that computes with `node`, seen through views; None if nothing does."""
+    """The position of the first node that computes with `node`, seen through views; None if there is none."""
     positions, todo = [], [node]
     while todo:
         for user in todo.pop().users:
@@ -145,7 +145,7 @@ def _first_compute(node: fx.Node, position: dict[fx.Node, int]) -> int | None:
 
 
 def apply(graph: fx.Graph, split: ConsumerSplit) -> None:
-    """Put one launch and one wait per slice in place of the whole."""
+    """Replace the exchange by one launch and one wait per slice."""
     old, wait = split.exchange.launch, split.exchange.wait
     assert wait is not None
     x, recv, send, group = old.args
@@ -155,7 +155,7 @@ def apply(graph: fx.Graph, split: ConsumerSplit) -> None:
         launches = []
         for s in split.slices:
             piece = make(aten.slice.Tensor, whole, split.dim, s.start, s.start + s.size)
-            # a copy in the plain layout: what is sent lies in one piece
+            # a contiguous copy: what is sent must be contiguous
             piece = make(aten.clone.default, piece, memory_format=torch.contiguous_format)
             counts = (recv, send)
             if split.ranks is not None:
@@ -178,7 +178,7 @@ def apply(graph: fx.Graph, split: ConsumerSplit) -> None:
 
 
 def _erase_unused(graph: fx.Graph, source: fx.Node) -> None:
-    """Erase all that is made of a node, since nothing needs it any more."""
+    """Erase a node and all its users, which are now unused."""
     unused, todo = {source}, [source]
     while todo:
         new = [u for u in todo.pop().users if u not in unused]
@@ -191,14 +191,14 @@ def _erase_unused(graph: fx.Graph, source: fx.Node) -> None:
 
 
 def bytes_of_row(x: GraphExchange) -> int:
-    """What is known of a row's size: a fact of the graph, the same on every rank, unlike the number of rows."""
+    """The known factors of a row's size: a fact of the graph, equal on every rank, unlike the number of rows."""
     value = x.launch.meta["val"]
     known = [s for s in value.shape[1:] if isinstance(s, int)]
     return int(value.element_size() * math.prod(known))
 
 
 class _NodeBuilder:
-    """Inserts calls, with the meta of a node that they replace and the fake value that they compute."""
+    """Inserts calls with the meta of the node they replace and with their own fake values."""
 
     def __init__(self, graph: fx.Graph, origin: fx.Node) -> None:
         self.graph = graph

@@ -1,15 +1,15 @@
-"""Open each exchange of the dialect into explicit launches, waits and updates; cut plain ones by consumer.
+"""Expand each composite exchange into explicit launches, waits and updates; split plain ones by consumer.
 
 Needs:    find_exchanges has run.
-Promises: same values; the launches of one group stand in the same order on every rank.
+Promises: same values; launches of one group are in the same order on every rank.
 Before:   emb = exchange_forward(token, rows, ...)
           done = exchange_backward(token, grad, rows, order, ends, ...)
 After:    chunk = all_to_all_rows_launch(token, rows, ...) ; emb = wait_tensor(chunk)
           chunk = all_to_all_launch(grad, ...) ; arrived = wait_tensor(chunk) ; done = update_(token, arrived, ...)
 
-          a plain all-to-all whose result is cut up for consumers: one per consumer (split_by_consumer.py)
+          a plain all-to-all whose result is sliced for consumers: one per consumer (split_by_consumer.py)
 
-What stands for a composite is what its reference does: the reference itself is run on the graph's nodes.
+A composite is expanded by running its reference implementation on the graph's nodes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ REFERENCES: dict[Any, Callable[..., Any]] = {
 
 
 def split_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
-    """Return the number of exchanges opened or cut."""
+    """Return the number of exchanges expanded or split."""
     composites = [x for x in exchanges(gm.graph) if x.kind == "composite"]
     for x in composites:
         if x.launch.kwargs:
-            raise CannotApply(f"{x.launch.name} is called with keywords")
+            raise CannotApply(f"{x.launch.name} is called with keyword arguments")
     plain = [x for x in exchanges(gm.graph) if x.kind == "plain" and split_by_consumer.bytes_of_row(x) >= cfg.min_bytes]
     splits = [split for x in plain if (split := split_by_consumer.plan(x)) is not None]
     for x in composites:
@@ -56,7 +56,7 @@ def split_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
 
 
 def _open(graph: fx.Graph, x: GraphExchange) -> None:
-    """Put what the reference of a composite does in its place."""
+    """Replace a composite by the ops of its reference implementation."""
     old = x.launch
     tracer = fx.proxy.GraphAppendingTracer(graph)
     before = old.prev

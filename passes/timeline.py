@@ -1,6 +1,6 @@
-"""A graph as a sequence of launches, waits and blocks of compute with predicted times: what a person looks at.
+"""Summarizes a graph as a sequence of launches, waits and blocks of compute with predicted times, for display.
 
-Predictions are those that `overlap_attention` places launches by (node_cost.py), for the batch that was traced.
+Predictions use the cost model of `overlap_attention` (node_cost.py), for the traced batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from freescale.passes.exchange_meta import GraphExchange, argument, exchanges, w
 
 
 def timeline(graph: fx.Graph, bytes_per_second: float = 0.0) -> list[dict[str, Any]]:
-    """In the order of the graph; `bytes_per_second` of the link, 0: as it was measured.
+    """In graph order. `bytes_per_second`: bandwidth of the link; 0: as measured.
 
     {"do": "launch", "what": "urgent rows of item", "payload", "priority", "table", "kind", "bytes", "size", "seconds"}
     {"do": "wait", "what": ...}

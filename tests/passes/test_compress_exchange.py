@@ -135,18 +135,18 @@ def test_a_pass_without_a_share_says_so(caplog):
     module._say_that_nothing_is_lost.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert module.compress_exchange(torch.fx.symbolic_trace(nn.Identity()), Config(passes="compress_exchange")) == 0
-    assert "without a share (FREESCALE_COMPRESS) or a type (FREESCALE_WIRE): everything travels as it is" in caplog.text
+    assert "without a share (FREESCALE_COMPRESS) or a dtype (FREESCALE_WIRE): nothing is compressed" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("options", "dtype", "sentence"),
     [
-        ({"compress": "rows:0.5,which=all"}, torch.bfloat16, "urgent rows of item are bfloat16: only float32 is compressed"),
-        ({"wire": "fp16", "compress": "which=all"}, torch.float64, "urgent rows of item are float64: only float32 is compressed"),
+        ({"compress": "rows:0.5,which=all"}, torch.bfloat16, "urgent rows of item are bfloat16: only float32 can be compressed"),
+        ({"wire": "fp16", "compress": "which=all"}, torch.float64, "urgent rows of item are float64: only float32 can be compressed"),
         ({"wire": "fp16", "passes": "find_exchanges,compress_exchange"}, torch.float32,
-         "urgent rows of item is in one piece: compress_exchange needs the pass split_exchanges"),
+         "urgent rows of item is not split: compress_exchange needs split_exchanges"),
         ({"compress": "dense:0.5", "dense": "allreduce", "passes": "find_exchanges,split_exchanges,compress_exchange"},
-         torch.float32, "the gradient of out.weight is in no bucket: compress_exchange needs bucket_gradients"),
+         torch.float32, "the gradient of out.weight is not in a bucket: compress_exchange needs bucket_gradients"),
     ],
 )  # fmt: skip
 def test_refused(options, dtype, sentence):
