@@ -1,4 +1,4 @@
-"""What newer releases of torch mend, for the older ones that freescale supports."""
+"""Backports of torch fixes to the older releases that freescale supports."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from freescale.compat import dynamo_settings, version
 
 
 def backport_empty_grids() -> None:
-    """Before 2.13 a tiled Triton kernel over no elements divides by zero when it is launched. Of every model: the code
-    of a launch may be written long after the kernel was compiled, and nothing else in it changes."""
+    """Before 2.13 a tiled Triton kernel over no elements divides by zero at launch. The patch applies to all models:
+    launch code may be generated long after the kernel was compiled, and nothing else in it changes."""
     from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
 
     generate = Grid2DWithYZOverflow.generate
@@ -28,8 +28,8 @@ def backport_empty_grids() -> None:
 
 
 def backport_fake_of_fake() -> None:
-    """2.12's pattern matcher makes fakes of fakes, which asks whether a size that is not known yet is 0. While a model
-    is compiled for freescale it gets what it has."""
+    """2.12's pattern matcher makes fakes of fakes, which checks whether an unknown size is 0. While a model is compiled
+    for freescale, existing fakes are returned."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     from_tensor = FakeTensorMode.from_tensor

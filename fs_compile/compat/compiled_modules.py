@@ -1,4 +1,4 @@
-"""What torch.compile returned: finding it, its options, its calls, its checkpoints."""
+"""Finds what torch.compile returned, its options, calls and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ log = logging.getLogger(__name__)
 
 
 def is_compiled(x: Any) -> bool:
-    """A module or function that torch.compile returned, or a module that it has compiled in place."""
+    """Whether torch.compile returned this module or function, or compiled this module in place."""
     if isinstance(x, torch._dynamo.OptimizedModule):
-        return callable(x.dynamo_ctx.callback)  # torch.compiler.disable makes them too
+        return callable(x.dynamo_ctx.callback)  # torch.compiler.disable creates them too
     if isinstance(x, torch.nn.Module):
         return compiled_in_place(x) or is_compiled(x.__dict__.get("forward"))
     return hasattr(x, "_torchdynamo_orig_callable") and not getattr(x, "_torchdynamo_disable", False)
 
 
 def compiled_in_place(module: torch.nn.Module) -> bool:
-    """By module.compile(...)."""
+    """Whether module.compile(...) was called."""
     return module._compiled_call_impl is not None
 
 
 def called_past_compile() -> torch.nn.Module | None:
-    """The outermost module whose forward leads to the caller, that freescale has compiled in place, and that was not
-    called itself: `model.forward(...)`, which torch does not compile. From Python's stack: there is nothing to hook."""
+    """Return the outermost module on the call stack that freescale compiled in place and whose forward was called
+    directly (`model.forward(...)`), which torch does not compile. Inspects the Python stack, since there is nothing to
+    hook."""
     frame, found = sys._getframe(1), None
     while frame is not None:
         code = frame.f_code
         if code.co_name == "compile_wrapper" and code.co_filename == eval_frame.__file__:
-            return None  # in a call of something compiled, by a graph break or where torch gave up
+            return None  # inside a compiled call, because of a graph break or a torch fallback
         if code.co_name == "forward" and code.co_argcount:
             values = frame.f_locals
             module = values.get(code.co_varnames[0])
             if sys.version_info < (3, 13):
-                values.clear()  # a snapshot, which would keep the tensors of the frame until it ends
+                values.clear()  # a snapshot that would keep the frame's tensors alive
             compiled = isinstance(module, torch.nn.Module) and compiled_in_place(module)
             found = module if compiled and _backend_name(module) == "freescale" else found
         frame = frame.f_back  # type: ignore[assignment]
@@ -48,10 +49,10 @@ def called_past_compile() -> torch.nn.Module | None:
 
 
 class AroundCompiledCall:
-    """Until `remove`, `before` and `after` run around every call of a module that was compiled in place, `after` also
-    where the call fails.
+    """Runs `before` and `after` around every call of a module that was compiled in place, until `remove`. `after` also
+    runs if the call fails.
 
-    (Hooks of such a module are compiled with it. Inside the graph of a caller nothing runs.)
+    (Hooks of such a module are compiled with it. Nothing runs inside a caller's graph.)
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class AroundCompiledCall:
             except BaseException:
                 try:
                     after(module)
-                except Exception as error:  # what happened first is what the caller must see
+                except Exception as error:  # the caller must see the first error
                     log.warning("freescale: %s", error)
                 raise
             after(module)
@@ -78,17 +79,17 @@ class AroundCompiledCall:
         module._compiled_call_impl = call
 
     def remove(self) -> None:
-        if self._module._compiled_call_impl is self._call:  # not compiled anew since
+        if self._module._compiled_call_impl is self._call:  # unless it was recompiled since
             self._module._compiled_call_impl = self._compiled
 
 
 def backend_of(compiled: Any) -> Any:
-    """The backend function of a module that torch.compile returned."""
+    """The backend function of what torch.compile returned."""
     return backend_function(compiled.dynamo_ctx.callback)
 
 
 def backend_function(callback: Any) -> Any:
-    """The same inside what Dynamo calls to compile a frame."""
+    """The backend function inside Dynamo's callback."""
     fn = _unwrapped(callback)
     return getattr(fn, "compiler_fn", fn)
 
@@ -98,14 +99,14 @@ def _unwrapped(backend: Any) -> Any:
         backend = backend._torchdynamo_orig_backend
     return backend
 
-_PREFIX = "_orig_mod."  # of the keys of what torch.compile returns
+_PREFIX = "_orig_mod."  # of state_dict keys of what torch.compile returns
 
 
 def load_eager_checkpoints(backend: Callable[..., Any]) -> None:
-    """What torch.compile(module, backend) returns loads checkpoints of `module` as well as its own.
+    """Let torch.compile(module, backend) load checkpoints of `module` as well as its own.
 
-    A module with a state_dict of its own (TorchRec's DistributedModelParallel) knows nothing of a wrapper around it, so
-    that what the wrapper saves with its help has keys that nobody can load: there it saves and loads for the wrapper.
+    A module that overrides state_dict (TorchRec's DistributedModelParallel) does not know about a wrapper around it, so
+    checkpoints saved through the wrapper would have keys that cannot be loaded. For those, the module saves and loads.
     """
     wrapper: Any = torch._dynamo.OptimizedModule
     if hasattr(wrapper.state_dict, "_freescale"):
@@ -140,9 +141,9 @@ def load_eager_checkpoints(backend: Callable[..., Any]) -> None:
 
 
 def options_of(compiled: Any) -> dict[str, Any]:
-    """The `options` that torch.compile(..., backend="freescale", options=...) was given; none for another backend.
+    """The `options` of torch.compile(..., backend="freescale", options=...); empty for another backend.
 
-    `compiled` is what torch.compile returned, or a module that was compiled in place, or whose forward was compiled.
+    `compiled`: what torch.compile returned, or a module compiled in place, or one whose forward was compiled.
     """
     context = _context_of(compiled)
     return {} if context is None else _options_of_backend(context.callback)
@@ -166,7 +167,7 @@ def _backend_name(compiled: Any) -> str:
 
 
 def options_while_tracing() -> dict[str, Any]:
-    """The same, of the compilation for which Dynamo is tracing now; none where it is not."""
+    """The options of the compilation that Dynamo is tracing for; empty outside of tracing."""
     from torch._dynamo.symbolic_convert import InstructionTranslator, tls
 
     tracing = getattr(tls, "current_tx", None)

@@ -1,12 +1,12 @@
-"""Code that Inductor has generated calls ops that are written in Python as the functions that they are.
+"""Lets Inductor's generated code call Python ops directly as functions.
 
-An op goes through torch's dispatcher, which puts every argument into a box for C++ and takes it out of it again for
-Python. That takes the host ten microseconds, as long as the launch of a kernel, and changes nothing: in compiled code
-there is neither autograd nor tracing. Under a profiler, or in a mode that watches ops, they are ops as ever.
+torch's dispatcher boxes every argument for C++ and unboxes it again for Python. That takes the host 10 us, as long as a
+kernel launch, and has no effect in compiled code, where there is neither autograd nor tracing. Under a profiler, or in
+a mode that observes ops, ops go through the dispatcher.
 
-That holds for our ops, and for those of the user's model (`torch.library.custom_op`) that change no argument: around
-such an op there is more Python of torch's than around ours. The first call of each goes the long way, where torch looks
-whether what comes out is memory that went in.
+This applies to freescale's ops, and to user ops (`torch.library.custom_op`) that mutate no argument, around which torch
+runs more Python than around ours. The first call of each op goes through the dispatcher, where torch checks that no
+output aliases an input.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch._ops import _OpNamespace
 from freescale.compat import logs
 
 Function = Callable[..., Any]
-# Of what the dispatcher hands over as it is. (Of a tuple it makes a list.)
+# Argument types that the dispatcher passes unchanged. (It turns tuples into lists.)
 _PLAIN = {f for kind in ("Tensor", "int", "float", "bool", "str") for f in (kind, f"Optional[{kind}]")}
 
 
 class DirectOps:
-    """Ops of one namespace, and the functions that they are."""
+    """Ops of one namespace, and their functions."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
@@ -35,17 +35,17 @@ class DirectOps:
         self._on_gpu: dict[str, Function] = {}
 
     def add(self, name: str, function: Function, on_gpu: bool = False) -> None:
-        """`on_gpu`: where the op's first argument is there, instead of another one."""
+        """`on_gpu`: used instead of the other function if the op's first argument is on a GPU."""
         (self._on_gpu if on_gpu else self._functions)[name] = function
 
     def call_from(self, names: dict[str, Any]) -> None:
-        """From code that has these names."""
+        """Replace ops in the globals of generated code."""
         if "torch" in names:
             names["torch"] = self._torch
 
     @cached_property
     def _torch(self) -> Any:
-        """torch, in which these ops are functions."""
+        """A torch namespace in which these ops are functions."""
         ours = _Names(getattr(torch.ops, self._namespace), {}, self._replace)
         return _Names(torch, {"ops": _Names(torch.ops, {self._namespace: ours}, _replace_namespace)})
 
@@ -55,11 +55,11 @@ class DirectOps:
         return _Names(packet, {"default": self.function_of(name)})
 
     def function_of(self, name: str) -> Function:
-        """The op as such a function; the op itself where somebody watches ops."""
+        """The op as a function; the op itself if ops are observed."""
         op = getattr(getattr(torch.ops, self._namespace), name).default
         function, on_gpu = self._functions[name], self._on_gpu.get(name)
 
-        def call(*args: Any, **defaults: Any) -> Any:  # which Inductor passes by name before torch 2.13
+        def call(*args: Any, **defaults: Any) -> Any:  # passed by name by Inductor before torch 2.13
             if logs.ops_are_watched():
                 return op(*args, **defaults)
             return (function if on_gpu is None or not args[0].is_cuda else on_gpu)(*args, **defaults)
@@ -68,12 +68,12 @@ class DirectOps:
 
 
 def names_of(compiled: Any) -> dict[str, Any]:
-    """Of the code that Inductor made of a graph; none if it is not Python's."""
+    """Globals of Inductor's code for a graph; empty if it is not Python."""
     call = getattr(getattr(compiled, "compiled_fn_runner", None), "call", None)
     return getattr(call, "__globals__", {})
 
 
-# ---- the user's ops --------------------------------------------------------------------------------------------------
+# ---- user ops --------------------------------------------------------------------------------------------------------
 
 
 def _replace_namespace(name: str, namespace: Any) -> Any:
@@ -86,7 +86,7 @@ def _replace_packet(namespace: str, name: str, packet: Any) -> Any:
 
 
 def _function_of_custom_op(name: str) -> Function | None:
-    """None if it is no custom op, or more than a function of its arguments."""
+    """The function, or None if it is not a custom op, or not a pure function of its arguments."""
     definition = OPDEFS.get(name)
     if definition is None or not _is_function(definition):
         return None
@@ -100,19 +100,20 @@ def _function_of_custom_op(name: str) -> Function | None:
         if kernel is None or kernel not in seen or logs.ops_are_watched():
             seen.add(kernel)
             return op(*args, **kwargs)
-        for argument in positional[len(args) :] if kwargs else ():  # as the dispatcher hands them over
+        for argument in positional[len(args) :] if kwargs else ():  # as the dispatcher passes them
             if argument not in kwargs:
                 break
             args = *args, kwargs.pop(argument)
         if any(type(args[i]) is int for i in floats if i < len(args)):
-            return op(*args, **kwargs)  # which makes floats of them
+            return op(*args, **kwargs)  # converts them to floats
         return kernel(*args, **kwargs)
 
     return call
 
 
 def _is_function(definition: Any) -> bool:
-    """Of a tensor and of tensors and plain values beside it, by the kernel that its definition knows."""
+    """Whether the op takes and returns tensors and plain values only, according to the kernel that its definition
+    has."""
     name, schema = definition._qualname, definition._opoverload._schema
     kinds = [str(a.type) for a in schema.arguments]
     has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, name)
@@ -128,7 +129,7 @@ def _is_function(definition: Any) -> bool:
 
 
 class _Names:
-    """The names of `original`, but for those that are given; `replace` may put another value in place of any."""
+    """The attributes of `original`, except those given; `replace` may substitute any value."""
 
     def __init__(
         self, original: Any, given: Mapping[str, Any], replace: Callable[[str, Any], Any] | None = None
@@ -140,5 +141,5 @@ class _Names:
         value = getattr(self._original, name)
         if self._replace is not None:
             value = self._replace(name, value)
-        self.__dict__[name] = value  # the next time it is found at once
+        self.__dict__[name] = value  # cached for the next access
         return value

@@ -1,4 +1,4 @@
-"""Private names of torch.distributed: groups, stores, works."""
+"""Private names of torch.distributed: groups, stores, Works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def default_store() -> dist.Store:
 
 
 def store_host() -> str | None:
-    """The host that keeps the default store, where it is one that listens."""
+    """The host of the default store, if that store listens on a host."""
     store: Any = default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -34,14 +34,14 @@ def store_host() -> str | None:
 
 
 def devices_of_group(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Device types that the group can send from, as ("cpu", "cuda")."""
+    """Device types that the group can send from, such as ("cpu", "cuda")."""
     return tuple(d.type for d in group._device_types)
 
 
 def gather_ints(
     mine: Sequence[int], group: dist.ProcessGroup, timeout: timedelta = timedelta(0)
 ) -> list[list[int]]:
-    """What every rank says, in rank order. `timeout`: if it is not to be the group's."""
+    """Gather every rank's integers, in rank order. `timeout`: if different from the group's."""
     said, heard = np.array(mine, dtype=np.int64), np.empty((group.size(), len(mine)), dtype=np.int64)
     group._allgather_base(torch.from_numpy(heard.reshape(-1)), torch.from_numpy(said)).wait(timeout)
     return heard.tolist()
@@ -50,31 +50,32 @@ def gather_ints(
 def all_to_all(
     out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup
 ) -> None:
-    """dist.all_to_all_single without what it does around it, which takes as long as a small message."""
+    """dist.all_to_all_single without its overhead, which takes as long as a small message."""
     group.alltoall_base(out, x, recv, send).wait()
 
 
 def around_end_of_backward(begin: Callable[[], Callable[[], None]]) -> None:
-    """Called in a backward pass. After its last gradient: call `begin`, let DDP finish its averages, then call what
-    `begin` returned."""
+    """Call this in a backward pass. After its last gradient, `begin` is called, DDP finishes its averages, and then
+    what `begin` returned is called."""
     engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
     engine.queue_callback(lambda: engine.queue_callback(begin()))
 
 
 def wraps_in_ddp(model: torch.nn.Module) -> bool:
-    """DDP averages gradients of the model, or of a part of it."""
+    """Whether DDP averages gradients of the model or of a part of it."""
     return any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in model.modules())
 
 
 def start_all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Under one name in every torch: the public one changed in 2.14."""
+    """All-gather under one name for every torch: the public one changed in 2.14."""
     return group._allgather_base(out, x)
 
 
 def hang_up(group: dist.ProcessGroup) -> None:
-    """Close this rank's connections of a gloo group: what its peers wait for fails at once, there and here.
+    """Close this rank's connections of a gloo group, so that pending operations fail at once on all ranks.
 
-    Gloo cannot abort a group; it closes one in which a receive has timed out. So: one that nobody sends. Never raises.
+    Gloo cannot abort a group, but it closes one in which a receive timed out. So this receives a message that is never
+    sent. Never raises.
     """
     if group.size() > 1:
         with contextlib.suppress(Exception):
@@ -85,14 +86,14 @@ _NEVER_SENT = 2**31 - 1  # a tag
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Does gloo carry the group's CPU tensors?"""
+    """Whether gloo carries the group's CPU tensors."""
     if "cpu" not in devices_of_group(group):
         return False
     return isinstance(group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ()))
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long an operation of the group may take."""
+    """The timeout of the group's operations."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Private names of Dynamo and of the modes in which a graph is traced or run."""
+"""Private names of Dynamo and of the modes in which graphs are traced or run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from freescale.compat import dynamo_settings
 
 
 def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo runs `fn` while it traces and takes the result as a constant."""
+    """Dynamo runs `fn` while tracing and treats the result as a constant."""
     return torch._dynamo.assume_constant_result(fn)
 
 
 def leave_graph(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Dynamo never traces `fn`: a graph ends before it; where it must not end, torch's error says `reason`."""
+    """Dynamo never traces `fn` and breaks the graph before it; if a break is an error, torch's error contains
+    `reason`."""
     return torch._dynamo.disable(reason=reason)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compiler.disable, which costs nothing where Dynamo is off anyway: in whatever a compiled graph calls."""
+    """torch.compiler.disable without its cost if Dynamo is off anyway, for functions called by compiled graphs."""
     disabled = torch.compiler.disable(fn)
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
@@ -37,7 +38,7 @@ def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark_static(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """A graph input whose sizes, from dimension `first` on, are part of the graph.
+    """Make the sizes of a graph input static, from dimension `first` on.
 
     (torch._dynamo.mark_static does nothing while tracing.)
     """
@@ -46,13 +47,13 @@ def mark_static(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
 
 
 def current_compile_id() -> str:
-    """Frame and compilation, as "3/1"; a second number above 0 is a recompilation of that frame."""
+    """Frame and compilation, such as "3/1"; a second number above 0 is a recompilation of that frame."""
     current = torch._guards.CompileContext.current_compile_id()
     return str(current) if current is not None else "?/0"
 
 
 def traces_again(error: Exception) -> bool:
-    """What a backend lets through is no failure: Dynamo has found out something and traces the frame once more."""
+    """Whether a backend should re-raise it: Dynamo learned something and traces the frame again."""
     return isinstance(error, torch._dynamo.exc.RestartAnalysis)
 
 
@@ -60,10 +61,10 @@ _recomputing: weakref.WeakSet[Any] = weakref.WeakSet()  # ShapeEnvs
 
 
 def recompute_fakes() -> None:
-    """Called while Dynamo traces: torch's cache of what ops return for fake tensors is off for the rest of this graph.
+    """Turn off torch's cache of fake-tensor results for the rest of the graph being traced.
 
-    Where nearly every op has sizes of its own, nothing is found in it, and with symbolic sizes an entry costs several
-    times what the op does.
+    If nearly every op has sizes of its own, the cache never hits, and with symbolic sizes an entry costs several times
+    as much as the op.
     """
     mode = torch._guards.TracingContext.get().fake_mode
     assert mode is not None and mode.shape_env is not None
@@ -72,7 +73,7 @@ def recompute_fakes() -> None:
 
 
 def go_on_recomputing_fakes() -> None:
-    """Called by a backend: Dynamo has given it another mode, of the same sizes."""
+    """Keep the cache off in a backend: Dynamo passes it another mode with the same sizes."""
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
     if mode is not None and mode.shape_env in _recomputing:
@@ -80,7 +81,8 @@ def go_on_recomputing_fakes() -> None:
 
 
 def codes_being_traced() -> list[CodeType]:
-    """Of the function that Dynamo traces for freescale now, and of those that it is in inside of it; else none."""
+    """Code objects of the function that Dynamo is tracing for freescale and of the functions inlined into it, if
+    any."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     if not dynamo_settings.is_tracing():
@@ -94,26 +96,26 @@ def codes_being_traced() -> list[CodeType]:
 
 
 def forget_compiled(codes: Iterable[CodeType]) -> None:
-    """These are traced again when they are called next."""
+    """Make Dynamo trace these again at the next call."""
     for code in codes:
         torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def graph_breaks() -> dict[str, int]:
-    """Reason and number of Dynamo's graph breaks in this process."""
+    """Reason and count of Dynamo's graph breaks in this process."""
     from torch._dynamo.utils import counters
 
     return dict(counters["graph_break"])
 
 
 def is_ddp_break(reason: str) -> bool:
-    """DDP's own forward, around the wrapped model: its logger and its context manager."""
+    """Whether it is in DDP's own forward, around the wrapped model: its logger and its context manager."""
     return "set_runtime_stats_and_log" in reason or "_inside_ddp_forward" in reason
 
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """In place of torch.inference_mode, torch.no_grad: tensors that are made here can be trained with."""
+    """Replace torch.inference_mode by torch.no_grad, so that tensors created inside can be trained with."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -122,7 +124,7 @@ def outside_inference_mode() -> Iterator[None]:
 
 
 def runs_outside_inference_mode(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a whole function, which costs nothing where there is no such mode."""
+    """The same as a decorator, without cost outside inference mode."""
 
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
@@ -135,13 +137,13 @@ def runs_outside_inference_mode(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Counted up by each in-place write. Tensors of inference mode do not count."""
+    """Incremented by each in-place write. Inference tensors have no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 @contextlib.contextmanager
 def autograd_inside_op() -> Iterator[None]:
-    """Autograd works inside an op, also where a dispatch mode around it, or inference mode, has switched it off.
+    """Enable autograd inside an op, even if a dispatch mode or inference mode turned it off.
 
     AOTAutograd runs the first call of a forward graph under such a mode.
     """
@@ -154,5 +156,5 @@ def autograd_inside_op() -> Iterator[None]:
 
 
 def no_modes() -> Any:
-    """A context without fake or tracing modes: tensors in it are real."""
+    """A context without fake or tracing modes, in which tensors are real."""
     return torch.utils._python_dispatch._disable_current_modes()

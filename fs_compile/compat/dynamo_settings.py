@@ -1,5 +1,5 @@
-"""What holds while Dynamo traces and compiles a model for freescale, and only then: settings, and which sizes are
-symbols. Other models of the process are traced with torch's own settings.
+"""Settings and symbolic sizes while Dynamo traces and compiles a model for freescale. Other models of the process keep
+torch's own settings.
 """
 
 from __future__ import annotations
@@ -13,41 +13,42 @@ from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-PLANNED = "freescale_plan"  # in the names by which Dynamo knows the tensors of a plan
-_SLOTS = ".slots["  # and those whose sizes are the batch's own, with which the user's model computes (step_plan.py)
+PLANNED = "freescale_plan"  # in Dynamo's names of a plan's tensors
+_SLOTS = ".slots["  # in names of tensors with the batch's own sizes, which user code computes with (step_plan.py)
 
-_UNBACKED = re.compile(r"\bu\d+\b|unbacked")  # in an error of torch
+_UNBACKED = re.compile(r"\bu\d+\b|unbacked")  # in a torch error
 
 _tracing: ContextVar[bool] = ContextVar("freescale_tracing", default=False)
 
 
 def is_tracing() -> bool:
-    """Dynamo is tracing or compiling a model for freescale, in this thread."""
+    """Whether this thread is tracing or compiling a model for freescale."""
     return _tracing.get()
 
 
 def dynamo_settings(dynamic: bool) -> dict[str, Any]:
-    """What Dynamo must be told so that a TorchRec model becomes one graph, as {attribute: value}."""
+    """Dynamo settings with which a TorchRec model becomes one graph, as {attribute: value}."""
     import torch._dynamo.config as dynamo
 
     settings: dict[str, Any] = {
-        "capture_scalar_outputs": True,  # sizes that depend on the batch stay in the graph
-        "capture_dynamic_output_shape_ops": True,  # and so do ops whose output sizes do (plan_now)
+        "capture_scalar_outputs": True,  # keep data-dependent sizes in the graph
+        "capture_dynamic_output_shape_ops": True,  # and ops with data-dependent output sizes (plan_now)
         "skip_torchrec": False,  # trace into TorchRec's modules
         "force_unspec_int_unbacked_size_like_on_torchrec_kjt": True,  # lengths per key are not constants
-        "optimize_ddp": False,  # no cut of the graph at DDP's buckets; DDP still averages the gradients
-        # Training, evaluation, batches of one sample, with and without a plan: each has a graph. Torch gives up at 8.
+        "optimize_ddp": False,  # do not split the graph at DDP's buckets; DDP still averages the gradients
+        # Training, evaluation, batches of one sample, with and without a plan: each has its own graph. torch's limit is
+        # 8.
         "recompile_limit": max(64, dynamo.recompile_limit),
     }
     if dynamic:
         settings["assume_static_by_default"] = False
-        settings["specialize_float"] = True  # else LayerNorm.eps and the like become inputs
+        settings["specialize_float"] = True  # otherwise LayerNorm.eps and similar values become inputs
     return settings
 
 
 def shape_settings(dynamic: bool) -> dict[str, Any]:
-    """The same for symbolic shapes."""
-    return {"use_duck_shape": False} if dynamic else {}  # two sizes that are equal by chance in the first batch
+    """The settings for symbolic shapes."""
+    return {"use_duck_shape": False} if dynamic else {}  # sizes may be equal by chance in the first batch
 
 
 def _configs() -> tuple[Any, Any]:
@@ -81,9 +82,9 @@ def enter_while_tracing(
     context: Callable[[], Any],
     try_again: Callable[[Exception], Callable[[bool], None] | None],
 ) -> None:
-    """From now on each compilation of a frame for a backend that `is_ours` is inside `context()`. If one fails and
-    `try_again` has changed something, it is done once more, and what `try_again` returned is called with whether that
-    has worked; if it has not, the first error counts."""
+    """From now on, each frame compilation for a backend that `is_ours` runs inside `context()`. If it fails and
+    `try_again` changed something, it runs once more, and the function that `try_again` returned is called with whether
+    that succeeded; if not, the first error is raised."""
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
     convert = CatchErrorsWrapper.__call__
@@ -115,11 +116,11 @@ def enter_while_tracing(
 
 
 def choose_symbols() -> None:
-    """While a model is traced for freescale, sizes of plans are unbacked: no graph depends on what they are, also where
-    one is 0 or 1. What the user passes has a graph of its own for sizes of 0 and 1, as always in torch.
+    """While a model is traced for freescale, make the sizes of plans unbacked symbols, so that no graph depends on
+    their values, including 0 and 1. For user inputs torch compiles separate graphs for sizes of 0 and 1, as usual.
 
-    A parameter's gradient has no symbolic size: Dynamo does not know its sources, so it cannot guard on them.
-    (A view into one of DDP's buckets gets some.)
+    A parameter's gradient gets no symbolic size: Dynamo does not know its sources, so it cannot guard on them.
+    (A view into a DDP bucket would get some.)
     """
     from torch._dynamo.source import TensorProperty, TensorPropertySource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -158,7 +159,7 @@ def choose_symbols() -> None:
 
 
 def depends_on_data(error: BaseException) -> bool:
-    """What a trace failed with is that something depends on an unbacked size."""
+    """Whether a trace failed because something depends on an unbacked size."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, GuardOnDataDependentSymNode) or _UNBACKED.search(str(found)):
@@ -168,8 +169,8 @@ def depends_on_data(error: BaseException) -> bool:
 
 
 def planned_hints(shape_env: Any) -> dict[Any, int]:
-    """What the sizes of plans were in the batch that was traced. (Torch's own hints of unbacked sizes are part of the
-    keys of its caches: ranks, whose batches differ, would not find each other's code.)"""
+    """Sizes of plans in the traced batch. (torch's own hints of unbacked sizes are part of its cache keys, so ranks
+    with different batches would miss each other's code.)"""
     return shape_env.__dict__.setdefault("_freescale_hints", {})
 
 
@@ -178,7 +179,7 @@ def source_name(source: Any) -> str:
 
 
 def _is_gradient(source: Any) -> bool:
-    """A property of some tensor's `.grad`, or of what that is a view of."""
+    """Whether the source is a property of some tensor's `.grad`, or of the base of that view."""
     tensor = getattr(source, "base", None)
     while getattr(tensor, "member", None) == "_base":
         tensor = tensor.base  # type: ignore[union-attr]

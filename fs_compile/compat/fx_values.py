@@ -1,4 +1,4 @@
-"""The fake values of graph nodes, and what a symbolic size was in the batch that was traced."""
+"""Fake values of graph nodes, and hints of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from freescale.compat import dynamo_settings
 
 
 def size_hint(size: Any, fallback: int) -> int:
-    """A symbolic size, SymInt or expression, as it was in the batch that was traced; `fallback` per unknown symbol."""
+    """Hint of a size (int, SymInt or expression) from the traced batch; `fallback` per unknown symbol."""
     if isinstance(size, torch.SymInt):
         node: Any = size.node
         if node.has_hint():
@@ -34,12 +34,12 @@ def _shape_env() -> Any:
 
 
 def expression(size: Any) -> Any:
-    """A size, symbolic or not, as what equals by its form alone."""
+    """A size, symbolic or not, as an object that compares by form."""
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else sympy.sympify(size)
 
 
 def fake_value(node: fx.Node) -> Any:
-    """What a new call_function node computes, as fake tensors, from the values of its arguments."""
+    """The fake result of a new call_function node, computed from its arguments' values."""
 
     def value(n: fx.Node) -> Any:
         return n.meta["val"]

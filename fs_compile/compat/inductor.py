@@ -1,4 +1,4 @@
-"""Compiling with Inductor: custom passes, its caches, lowerings, the order of nodes."""
+"""Compilation with Inductor: custom passes, caches, lowerings, node order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["CustomGraphPass", "get_hash_for_files"]
 log = logging.getLogger(__name__)
 
 _OPS_WITHOUT_AUTOGRAD = ("aten", "prims", "inductor", "_c10d_functional", "freescale")
-# Called around the compilation of each graph: with the graph, and with what compiles it or takes it from a cache.
+# Called around the compilation of each graph, with the graph and a function that compiles it or loads it from a cache.
 Watch = Callable[[fx.GraphModule, Callable[[], Any]], Any]
 
 
@@ -28,10 +28,10 @@ def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass, watch: Watch, traced_anew: bool,
     direct_ops: DirectOps,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Compile; `post_pass` sees the post-grad graphs of the forward and of the lazily compiled backward.
+    """Compile; `post_pass` sees the post-grad graphs of the forward and the lazily compiled backward.
 
-    `traced_anew`: AOTAutograd's cache is left alone, so that each graph is looked up by itself, under `watch`. Then,
-    where a graph does without autograd, it calls `direct_ops` as functions, and launches kernels without ado.
+    `traced_anew`: skip AOTAutograd's cache, so that each graph is looked up by itself, under `watch`. Then, if a graph
+    needs no autograd, it calls `direct_ops` as functions and launches kernels with less overhead.
     """
     import torch._functorch.config as functorch
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -53,16 +53,16 @@ def compile_with_inductor(
 
 
 def _needs_no_autograd(gm: fx.GraphModule) -> bool:
-    """No op of the graph can use autograd inside: each is torch's or ours, or has a kernel of its own for autograd,
-    behind which torch.library leaves autograd out anyway."""
+    """Whether no op of the graph can use autograd inside: each is torch's or ours, or has an autograd kernel of its
+    own, inside which torch.library turns autograd off."""
     ops = {n.target for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
     foreign = (op.name() for op in ops if op.namespace not in _OPS_WITHOUT_AUTOGRAD)
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd") for name in foreign)
 
 
 def _below_autograd(call: Any) -> Callable[..., Any]:
-    """The same without autograd's layer of every op, which has nothing to do in a compiled graph. For an op that is
-    written in Python, torch.library's `custom_op`, that layer is Python, too."""
+    """Skip the autograd dispatch of every op, which is not needed in a compiled graph. For a Python op
+    (`torch.library.custom_op`) that dispatch is in Python, too."""
     guard = torch._C._AutoDispatchBelowAutograd
 
     def run(inputs: Any) -> Any:
@@ -75,10 +75,10 @@ def _below_autograd(call: Any) -> Callable[..., Any]:
 def compile_with_interpreter(
     gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass, record: Callable[[], Any], looked_up: bool
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """The same graphs and passes as with `compile_with_inductor`, but run as they are by torch itself.
+    """Run the same passes on the same graphs as `compile_with_inductor`, but let torch run the graphs.
 
-    AOTAutograd's cache keeps them, each with what `record` returns behind the passes; `looked_up`: and gives them back.
-    Returns the records of those that came out of it, too.
+    AOTAutograd's cache stores them with what `record` returns after the passes, and loads them if `looked_up`. Also
+    returns the records of loaded graphs.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -98,18 +98,18 @@ def _patches(post_pass: CustomGraphPass) -> dict[str, Any]:
         post_pass = _Chain(theirs, post_pass)
     patches: dict[str, Any] = {"post_grad_custom_post_pass": post_pass}
     if hasattr(getattr(config, "aten_distributed_optimizations", None), "enable_simple_overlap"):
-        # On since torch 2.14. It moves launches and waits of c10d around ours, which it does not know, and so away from
-        # where overlap_attention put them.
+        # On since torch 2.14. It reorders c10d launches and waits around ours, which it does not know, and undoes the
+        # placement by overlap_attention.
         patches["aten_distributed_optimizations.enable_simple_overlap"] = False
     if config.cpp_wrapper:
-        # Seen with torch 2.11 on a GPU: with look-ahead, the C++ wrapper computes other numbers.
+        # Seen with torch 2.11 on a GPU: with lookahead, the C++ wrapper computes wrong results.
         log.warning("Inductor's cpp_wrapper is off for graphs that freescale compiles")
         patches["cpp_wrapper"] = False
     return patches
 
 
 class _Chain(CustomGraphPass):
-    """A pass that the user had already set, then ours."""
+    """Runs a pass that the user set before ours."""
 
     def __init__(self, theirs: Any, ours: CustomGraphPass) -> None:
         self.passes = [*theirs, ours] if isinstance(theirs, (list, tuple)) else [theirs, ours]
@@ -126,9 +126,9 @@ class _Chain(CustomGraphPass):
 def _interpret(
     gm: fx.GraphModule, inputs: Sequence[Any], record: Callable[[], Any], **kwargs: Any
 ) -> Callable[[list[Any]], Any]:
-    """An `inner_compile` that ends after the post-grad passes: the graph's own Python code runs.
+    """An `inner_compile` that stops after the post-grad passes: the graph's own Python code runs.
 
-    Boxed: the caller's references end where the graph begins, so memory is freed as it would be.
+    Boxed: the caller's references are dropped when the graph starts, so memory is freed as usual.
     """
     from torch._inductor.compile_fx import _recursive_post_grad_passes
     from torch._inductor.virtualized import V
@@ -151,17 +151,17 @@ def _interpret(
 def caches_are_on() -> bool:
     from torch._inductor import config
 
-    # Inductor's, without which AOTAutograd's is off too
+    # Inductor's cache; without it AOTAutograd's is off too
     return bool(config.fx_graph_cache) and not torch.compiler.config.force_disable_caches
 
 
 def waiting_for_caches_pays() -> bool:
-    """What another process compiles will be found in a cache, and it needs nobody for it."""
+    """Whether code compiled by another process will be in a cache, and that process needs no other rank to compile."""
     return caches_are_on() and not _ranks_talk_while_compiling()
 
 
 def _ranks_talk_while_compiling() -> bool:
-    """Features of torch, off unless asked for, in which ranks compare or measure something in the middle of it."""
+    """torch features, off by default, with which ranks compare or measure something during compilation."""
     from torch._functorch import config as functorch
     from torch._inductor import config
 
@@ -177,21 +177,21 @@ def _ranks_talk_while_compiling() -> bool:
 
 
 def cache_hits() -> int:
-    """Graphs whose code came out of Inductor's cache so far."""
+    """Number of graphs loaded from Inductor's cache."""
     from torch._dynamo.utils import counters
 
     return counters["inductor"]["fxgraph_cache_hit"]
 
 
 def whole_hits() -> int:
-    """Graphs that came, with their backward if they have one, out of AOTAutograd's cache so far."""
+    """Number of graphs loaded from AOTAutograd's cache, together with their backward graphs."""
     from torch._dynamo.utils import counters
 
     return counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def cache_key(compiled: Any) -> str | None:
-    """Of what Inductor made of a graph; None where it was not looked up."""
+    """Cache key of a compiled graph; None if it was not looked up."""
     return getattr(compiled, "_fx_graph_cache_key", None)
 
 
@@ -202,7 +202,7 @@ def cache_dir() -> str:
 
 
 def bind_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
-    """Inductor will run each node after those that are named for it, whatever it reorders."""
+    """Make Inductor run each node after those listed for it, regardless of its reordering."""
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
@@ -212,8 +212,8 @@ def bind_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -> N
 def register_launch_lowering(op: Any) -> None:
     """Lower an asynchronous collective so that Inductor keeps its input until the wait.
 
-    A plain fallback would let Inductor reuse the send buffer while it is being sent. (Of several inputs it keeps the
-    first only: an op that takes a list has a send buffer of its own.)
+    A plain fallback would let Inductor reuse the send buffer during the transfer. (It keeps only the first of several
+    inputs, so an op that takes a list has a send buffer of its own.)
     """
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
@@ -232,14 +232,14 @@ def ops_of(namespace: str) -> list[torch._ops.OpOverload]:
 
 
 def keep_unused(ops: Iterable[torch._ops.OpOverload]) -> None:
-    """A graph keeps calls of these, whether what they return is used or not."""
+    """Keep calls of these ops in a graph even if their results are unused."""
     for op in ops:
         torch.fx.node.has_side_effect(op)
 
 
 @contextlib.contextmanager
 def fresh_caches() -> Iterator[None]:
-    """No compiled code is taken from, or left in, torch's caches."""
+    """No compiled code is read from or written to torch's caches."""
     from torch._inductor.utils import fresh_cache
 
     with fresh_cache():

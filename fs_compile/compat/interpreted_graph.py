@@ -1,7 +1,7 @@
-"""A graph that torch runs as it is (codegen `eager`), in a form that AOTAutograd's cache can keep.
+"""A graph that torch runs without code generation (codegen `eager`), in a form that AOTAutograd's cache can store.
 
-The cache knows Inductor's code and what else is an OutputCode. This one is the Python code of a graph, with what that
-code refers to. What cannot be written down is compiled anew by whoever needs it; nothing depends on the cache.
+The cache stores OutputCode. This subclass holds the Python code of a graph and the objects that the code refers to. If
+those cannot be serialized, each process compiles the graph again; nothing depends on the cache.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import fx
 from torch._inductor.output_code import OutputCode
 
 _numbers = itertools.count()
-_loaded: list[Any] = []  # the records of graphs that came out of the cache, since somebody last asked
+_loaded: list[Any] = []  # records of graphs loaded from the cache since the last take_loaded
 
 
 class InterpretedGraph(OutputCode):
-    """`record`: anything that can be pickled; it is kept with the graph."""
+    """`record`: any picklable object; it is stored with the graph."""
 
     def __init__(self, gm: fx.GraphModule, record: Any) -> None:
         super().__init__()
-        self._boxed_call = True  # of the instance: torch copies what is in there to its wrappers
+        self._boxed_call = True  # on the instance: torch copies its attributes to wrappers
         self._run: Callable[[list[Any]], Any] | None = gm.forward
         self._gm: fx.GraphModule | None = gm
         self._written = b""
@@ -47,7 +47,7 @@ class InterpretedGraph(OutputCode):
         self._run = self._gm = None
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
-        """Called when it has come out of the cache."""
+        """Called after loading from the cache."""
         if self._run is None:
             self._run, self.record = _read(self._written)
             _loaded.append(self.record)
@@ -64,12 +64,12 @@ def _write(gm: fx.GraphModule, record: Any) -> bytes:
     objects = {k: v for k, v in code.globals.items() if not isinstance(v, ModuleType)}
     constants = {str(n.target) for n in gm.graph.nodes if n.op in ("get_attr", "call_module")}
     if any("." in name for name in constants):
-        raise BypassAOTAutogradCache("freescale: constants inside modules of a graph are not kept")
+        raise BypassAOTAutogradCache("freescale: constants inside modules of a graph cannot be serialized")
     values = {name: operator.attrgetter(name)(gm) for name in sorted(constants)}
     try:
         return pickle.dumps((code.src, modules, objects, values, record))
     except Exception as error:  # noqa: BLE001  (whatever an object raises that does not want to be pickled)
-        raise BypassAOTAutogradCache(f"freescale: the graph cannot be written down: {error}") from error
+        raise BypassAOTAutogradCache(f"freescale: the graph cannot be serialized: {error}") from error
 
 
 def _read(written: bytes) -> tuple[Callable[[list[Any]], Any], Any]:
@@ -85,7 +85,7 @@ def _read(written: bytes) -> tuple[Callable[[list[Any]], Any], Any]:
 
 
 def take_loaded() -> list[Any]:
-    """The records of the graphs that came out of the cache since the last call."""
+    """Records of the graphs loaded from the cache since the last call."""
     taken = _loaded.copy()
     _loaded.clear()
     return taken
@@ -93,9 +93,8 @@ def take_loaded() -> list[Any]:
 
 @contextlib.contextmanager
 def keeping_graphs(kept: bool) -> Iterator[None]:
-    """AOTAutograd's cache, where it is on, takes such graphs, also with an autograd.Function, whose body is in its key.
-
-    Unless `kept`, it is off.
+    """Let AOTAutograd's cache, if it is on, store such graphs, including those with an autograd.Function, whose body is
+    in the key. Without `kept`, the cache is off.
     """
     settings = {"bundled_autograd_cache": True, "autograd_cache_allow_custom_autograd_functions": True}
     with functorch.patch(settings if kept else {"enable_autograd_cache": False}):
@@ -103,12 +102,12 @@ def keeping_graphs(kept: bool) -> Iterator[None]:
 
 
 def graphs_are_kept() -> bool:
-    """Not where a backward graph is compiled when it is first needed: then it is nobody's but this process's."""
+    """False while a backward graph is compiled lazily: then it is local to this process."""
     return bool(functorch.bundled_autograd_cache and functorch.enable_autograd_cache)
 
 
 def complete_values(gm: fx.GraphModule) -> None:
-    """Dynamo does not say that what it takes from a tensor for `tolist` is a tensor; the cache wants to know."""
+    """Add the missing example values of `tolist` inputs, which the cache needs."""
     for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
         whole = node.args[0].meta.get("example_value") if isinstance(node.args[0], fx.Node) else None
         if "example_value" not in node.meta and isinstance(whole, torch.Tensor) and isinstance(node.args[1], int):

@@ -1,8 +1,8 @@
-"""Launches of the Triton kernels that Inductor has generated, without what it does before each.
+"""Faster launches of the Triton kernels that Inductor generates.
 
-Before every launch `CachingAutotuner.run` asks what cannot change any more once a kernel has run: is it compiled, is it
-tuned, are its launches to be written down. With that, and with what it does to the arguments, a launch takes the host
-longer than the driver does. torch 2.13 and later do without it themselves; this does so for those before.
+Before every launch `CachingAutotuner.run` checks what cannot change after the first run: whether the kernel is compiled
+and tuned, and whether launches are recorded. Together with the argument handling, a launch takes the host longer than
+the driver. torch 2.13 and later avoid this themselves; this module does it for earlier releases.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 from freescale.compat import logs
 
-_ADDRESS = "O"  # of a tensor, in what the launcher is told of its arguments' types
+_ADDRESS = "O"  # a tensor's address, in the launcher's argument types
 
 
 def shorten(names: dict[str, Any]) -> None:
-    """In what Inductor has generated: the kernels among these names. Nothing where torch does that itself."""
+    """Shorten the launches of the kernels in generated code. Does nothing if torch does so itself."""
     autotuner = _autotuner()
     if autotuner is None:
         return
@@ -32,7 +32,7 @@ def needed() -> bool:
 
 
 def _autotuner() -> Any:
-    """The kind of a kernel; None where its launches are short."""
+    """The class of a generated kernel; None if its launches are already short."""
     try:
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     except ImportError:
@@ -43,7 +43,7 @@ def _autotuner() -> Any:
 
 
 class ShortLaunches:
-    """A kernel, whose launches are short behind the first. Under a profiler, or in a mode, they are as ever."""
+    """A kernel whose launches are short after the first. Under a profiler or a mode they are unchanged."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -67,7 +67,7 @@ def _unless_watched(launch: Callable[..., Any], run: Callable[..., Any]) -> Call
 
 
 def _short_launch(kernel: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What `kernel.run` comes to, now that it has run with `args`; None where it does more."""
+    """The short equivalent of `kernel.run` after a run with `args`, or None if it does more."""
     watched = kernel.triton_interpret or kernel.dump_launch_params or kernel.dump_launch_tensors
     if watched or len(kernel.launchers) != 1:
         return None
@@ -82,8 +82,8 @@ def _short_launch(kernel: Any, args: tuple[Any, ...]) -> Callable[..., Any] | No
 
 
 def _short_runner(static: Any) -> Callable[..., Any]:
-    """As `run` of a kernel that needs nothing of Triton's: what arguments it takes is known. A tensor is handed
-    over as an address (else the driver is asked where its memory is)."""
+    """A `run` function for a kernel that does not need Triton's checks, since its argument types are known. Tensors are
+    passed as addresses (otherwise the driver is queried for their memory)."""
     names = [f"a{i}" for i in range(len(static.arg_tys))]
     values = [f"{n}.data_ptr()" if t == _ADDRESS else n for n, t in zip(names, static.arg_tys, strict=True)]
     scratch = [None] * (static.has_global_scratch + static.has_profile_scratch)

@@ -1,4 +1,4 @@
-"""What settings of torch and NCCL say in the environment. freescale's settings are config.py's."""
+"""Settings of torch, NCCL and the launcher in the environment. freescale's own settings are in config.py."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 
 
 def cuda_caching_disabled() -> bool:
-    """Whether torch frees GPU memory at once, which waits for the device."""
+    """Whether torch frees GPU memory immediately, which waits for the device."""
     return bool(os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"))
 
 
 def nccl_shares_gpus() -> bool:
-    """Whether NCCL is told to serve several ranks on a GPU, or to take each rank for a host of its own."""
+    """Whether NCCL is configured to allow several ranks per GPU, or to treat each rank as a separate host."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" or "NCCL_HOSTID" in os.environ
 
 
 def launched_ranks() -> int:
-    """How many ranks torchrun, or what does as it does, has started; 1 where there was none."""
+    """Number of ranks started by torchrun or a compatible launcher; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""torch's logs, its trace of artifacts, its profiler."""
+"""torch's logs, structured trace and profiler."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 def profiling() -> bool:
-    """Is a torch profiler on?"""
+    """Whether a torch profiler is on."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
 def ops_are_watched() -> bool:
-    """By a profiler, or by a mode: whoever calls an op or launches a kernel goes the way on which that is seen."""
+    """Whether a profiler or a mode observes ops; then ops and kernels take the path that is observed."""
     return torch.autograd.profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack() > 0
 
 
 def log_once(name: str) -> None:
-    """Lines of a log to which TORCH_LOGS gave a handler do not go to the root's handlers too, as with torch's own."""
+    """Keep lines of a log that has a TORCH_LOGS handler out of the root's handlers, as torch's own logs do."""
     from torch._logging._internal import _is_torch_handler
 
     log = logging.getLogger(name)
@@ -28,7 +28,7 @@ def log_once(name: str) -> None:
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """A file in tlparse's report (TORCH_TRACE)."""
+    """Add a file to tlparse's report (TORCH_TRACE)."""
     torch._logging.trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )

@@ -1,4 +1,4 @@
-"""Which inputs of a Dynamo graph are parameters of a module, and who else takes care of them."""
+"""Finds the parameters among a Dynamo graph's inputs, and other owners of their gradients."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod")
 
 @dataclass(frozen=True)
 class ParameterInput:
-    """A parameter that a graph takes."""
+    """A parameter that is a graph input."""
 
-    index: int  # among the inputs
+    index: int  # index among the inputs
     node: fx.Node
     tensor: nn.Parameter
-    name: str  # in the model, alike on every rank
+    name: str  # in the model; the same on every rank
 
     @property
     def is_trained(self) -> bool:
@@ -32,7 +32,7 @@ class ParameterInput:
 
 
 def parameter_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[ParameterInput]:
-    """In the order of the inputs."""
+    """Parameters in the order of the inputs."""
     nodes = gm.graph.find_nodes(op="placeholder")
     return [
         ParameterInput(i, node, x, _short(_source_name(node)) or node.name)
@@ -49,13 +49,13 @@ def _source_name(node: fx.Node) -> str:
 
 
 def _short(source: str) -> str:
-    """L['self']._modules['mix']._parameters['weight'] -> mix.weight; what is not of this kind as it is."""
+    """L['self']._modules['mix']._parameters['weight'] -> mix.weight; other sources are unchanged."""
     parts = _PART.findall(source)
     return ".".join(p for p in parts if p not in _WRAPPERS) if parts else source
 
 
 def copy_example(new: fx.Node, old: fx.Node) -> None:
-    """A new node of a Dynamo graph has the value of another."""
+    """Copy the example value of a node of a Dynamo graph to a new node."""
     new.meta.update({k: old.meta[k] for k in ("example_value", "tensor_dict") if k in old.meta})
 
 
@@ -65,23 +65,24 @@ def live_modules(kinds: tuple[type, ...]) -> list[nn.Module]:
 
 
 def live_optimizers() -> list[torch.optim.Optimizer]:
-    """All in this process."""
+    """All optimizers in this process."""
     return [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
 
 
 def averaged_by_ddp(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
-    ignored = getattr(wrapper, "parameters_to_ignore", ())  # none while it is being made
+    ignored = getattr(wrapper, "parameters_to_ignore", ())  # none during construction
     return [p for n, p in wrapper.named_parameters() if p.requires_grad and n.removeprefix("module.") not in ignored]
 
 
 def left_out_of_ddp(tensor: torch.Tensor) -> bool:
-    """By DistributedDataParallel._set_params_and_buffers_to_ignore_for_model, as TorchRec does with sharded tables."""
+    """Whether it was excluded by DDP._set_params_and_buffers_to_ignore_for_model, as TorchRec does for sharded
+    tables."""
     return bool(getattr(tensor, "_ddp_ignored", False))
 
 
 def before_ddp_wraps(call: Callable[[DistributedDataParallel], None]) -> None:
-    """From now on `call` gets each wrapper that is being made, before it sends anything."""
-    # (With a function around __init__ its warnings would seem to be ours.)
+    """From now on, `call` gets each DDP wrapper during construction, before it sends anything."""
+    # (Patching __init__ would attribute its warnings to freescale.)
     build = DistributedDataParallel._build_params_for_reducer
 
     @functools.wraps(build)
@@ -93,9 +94,9 @@ def before_ddp_wraps(call: Callable[[DistributedDataParallel], None]) -> None:
 
 
 def leave_buffers_out_of_ddp(kind: type[nn.Module]) -> None:
-    """From now on DDP neither sends nor casts the buffers of modules of this class. It does as always with all others.
+    """From now on, DDP neither broadcasts nor casts the buffers of modules of this class. Others are unaffected.
 
-    It takes the names to leave out from the very module that it wraps, so nothing can be set before that."""
+    DDP reads the names to ignore from the module it wraps, so they cannot be set earlier."""
 
     def leave_out(wrapper: Any) -> None:
         buffers = {id(b): b for m in wrapper.module.modules() if isinstance(m, kind) for b in m.buffers()}

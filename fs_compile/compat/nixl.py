@@ -1,7 +1,7 @@
-"""NVIDIA's NIXL, an optional library: one-sided writes into the memory of other processes, by UCX on whatever it finds.
+"""NVIDIA's NIXL, an optional library: one-sided writes into the memory of other processes, through UCX.
 
-RDMA where there is a network for it; shared memory and TCP elsewhere. No names of torch here, but all that freescale
-knows of another library's.
+UCX uses RDMA if there is a network for it, else shared memory or TCP. This module contains no torch internals, but all
+that freescale knows about another library.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from functools import cache
 from typing import Any
 
 _INSTALL = "pip install 'freescale[nixl]'"
-_PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")  # the first takes the one of the last two that fits torch's CUDA
+_PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")  # the first one loads whichever of the others fits torch's CUDA
 
 
 class PeerLost(RuntimeError):
-    """An agent that cannot be reached any more."""
+    """An agent that is no longer reachable."""
 
 
 @cache
 def library() -> Any:
-    """The package; an error in one sentence where there is none that loads."""
+    """Import the package; raises a one-sentence error if that fails."""
     reason = "it is not installed"
     raise_exceptions = logging.raiseExceptions  # NIXL turns it off for the whole process
     for name in _PACKAGES:
         try:
             package = importlib.import_module(name)
-            logging.getLogger("nixl").setLevel(logging.WARNING)  # else every agent says on stdout that it is there
+            logging.getLogger("nixl").setLevel(logging.WARNING)  # otherwise every agent prints to stdout
             return package
         except ImportError as error:
             if name in _PACKAGES[1:] and not isinstance(error, ModuleNotFoundError):
@@ -40,7 +40,7 @@ def library() -> Any:
 
 
 def missing_reason() -> str:
-    """Why NIXL cannot be used here, and what to do about it; empty if it can."""
+    """Why NIXL cannot be used here, and what to do; empty if it can."""
     try:
         library()
     except ImportError as error:
@@ -58,9 +58,9 @@ def version() -> str | None:
 
 
 class Agent:
-    """Writes from a stretch of this process's memory into stretches of other agents'. Any thread may call it.
+    """Writes from a region of this process's memory into regions of other agents. Thread-safe.
 
-    A thread of NIXL's own moves what others write here and what this agent has posted.
+    A NIXL thread accepts writes from others and executes the posted ones.
     """
 
     def __init__(self, name: str, address: int, nbytes: int) -> None:
@@ -74,7 +74,7 @@ class Agent:
         self._peers: list[str] = []
 
     def metadata(self) -> bytes:
-        """What another agent needs to know to write here."""
+        """What another agent needs in order to write here."""
         return self._agent.get_agent_metadata()
 
     def connect(self, peer: str, metadata: bytes) -> None:
@@ -83,7 +83,7 @@ class Agent:
         self._agent.make_connection(peer)
 
     def write(self, peer: str, address: int, remote_address: int, nbytes: int, notification: bytes) -> Any:
-        """Begin to write; when all of it is there, the peer finds the notification. Raises PeerLost."""
+        """Start a write; the peer gets the notification after all data. Raises PeerLost."""
         agent = self._agent
         try:
             local, remote = (agent.get_xfer_descs([(a, nbytes, 0)], "DRAM") for a in (address, remote_address))
@@ -95,7 +95,7 @@ class Agent:
         return handle
 
     def is_written(self, handle: Any) -> bool:
-        """Whether the write has come to its end; then its handle is given back. Raises PeerLost."""
+        """Whether the write completed; then its handle is released. Raises PeerLost."""
         try:
             state = self._agent.check_xfer_state(handle)
             if state == "PROC":
@@ -115,13 +115,13 @@ class Agent:
             raise PeerLost(_text(error)) from error
 
     def notifications(self) -> Iterator[tuple[str, bytes]]:
-        """Those that have come since the last call, each with who has sent it."""
+        """Notifications since the last call, with their senders."""
         for peer, notifications in self._agent.get_new_notifs().items():
             for notification in notifications:
                 yield peer, notification
 
     def close(self) -> None:
-        """What is being written to others is given up."""
+        """Abandon pending writes."""
         for peer in self._peers:
             try:
                 self._agent.remove_remote_agent(peer)

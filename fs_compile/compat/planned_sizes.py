@@ -1,7 +1,7 @@
-"""Graphs of many features: what torch would work out about each of their sizes, and nobody asks for.
+"""Graphs of many features: avoid torch's work on sizes that is never used.
 
-A plan holds where the values of each key end, as the sizes of `value_counts.slots` (runtime/tables/step_plan.py), which
-grow from key to key. Each cut between two features makes torch ask whether they do, and check it again in every step.
+A plan holds the end of each key's values as the sizes of `value_counts.slots` (runtime/tables/step_plan.py), which grow
+from key to key. For each split between two features, torch asks whether they do, and checks it again in every step.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _SLOT = re.compile(r"(.*\bfreescale_plan\b.*\.slots)\[(\d+)\]\.size\(\)\[0\]")
 
 
 def leave_out_contiguity() -> None:
-    """While a model is compiled for freescale, AOTAutograd does not note for every node which memory formats it may
-    have, of which Inductor reads none."""
+    """While a model is compiled for freescale, AOTAutograd skips computing the memory formats of every node, which
+    Inductor does not read."""
     from torch.fx.experimental import proxy_tensor
 
     extract = proxy_tensor._extract_tensor_metadata
@@ -36,7 +36,7 @@ def leave_out_contiguity() -> None:
 
 
 def drop_implied_guards() -> int:
-    """Called by a backend when it has traced: what holds because slots grow is no guard. Returns how many were."""
+    """Called by a backend after tracing: drop guards that follow from growing slots. Returns how many."""
     context = torch._guards.TracingContext.try_get()
     shape_env = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
     if shape_env is None:
@@ -49,7 +49,7 @@ def drop_implied_guards() -> int:
 
 
 def _slots(shape_env: Any) -> list[list[sympy.Symbol]]:
-    """The symbols of each plan's slots, in their order."""
+    """The symbols of each plan's slots, in order."""
     plans: dict[str, dict[int, sympy.Symbol]] = {}
     for symbol, sources in shape_env.var_to_sources.items():
         for source in sources:
@@ -60,16 +60,16 @@ def _slots(shape_env: Any) -> list[list[sympy.Symbol]]:
 
 
 def _is_implied(relation: sympy.Basic, slots: list[sympy.Symbol]) -> bool:
-    """Whether 0 <= slots[0] <= slots[1] <= ... is enough for `relation` to hold.
+    """Whether 0 <= slots[0] <= slots[1] <= ... implies `relation`.
 
-    As a linear form in the steps between slots, none of which is negative, it must have no negative coefficient.
+    As a linear form in the steps between slots, which are nonnegative, it must have no negative coefficient.
     """
     if not isinstance(relation, (sympy.Ge, sympy.Le)):
         return False
     terms = dict((relation.gts - relation.lts).as_coefficients_dict())
     if terms.pop(sympy.S.One, 0) < 0:
         return False
-    coefficient = 0  # of the step that ends in a slot: of that slot and of all behind it
+    coefficient = 0  # of the step that ends at a slot: sum over that slot and all later ones
     for slot in reversed(slots):
         coefficient += terms.pop(slot, 0)
         if coefficient < 0:

@@ -1,8 +1,8 @@
-"""Every private name that freescale uses, of torch and of the libraries beside it, in one table.
+"""All private names of torch and other libraries that freescale uses, in one table.
 
-A new release breaks this folder and nothing else. tests/compile/test_compat.py checks the table on every version that
-is supported, `python -m freescale doctor` on the one that is installed. The other tests check what the names do, except
-for two behaviors that no test shows by itself.
+A new release can break only this folder. tests/compile/test_compat.py checks the table on every supported version,
+`python -m freescale doctor` on the installed one. The other tests check behavior, except for two behaviors checked here
+because no test would show them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 from freescale.compat import distributed, dynamo, dynamo_settings, kernel_launches, nixl, version
 
-# Where -> what must be there: attributes; of a class, also what its methods mention; of a function, also its parameters
-# and what its code mentions. `a|b`: one of the two.
+# Location -> required names: attributes; for a class also names in its methods; for a function also its parameters and
+# names in its code. `a|b`: one of the two.
 Names = dict[str, str]
 TORCH: Names = {
     "torch:_C": "_AutoDispatchBelowAutograd _ForceDispatchKeyGuard _dispatch_get_all_op_names "
@@ -127,7 +127,7 @@ NIXL: Names = {
 
 
 def self_test() -> None:
-    """Raise if a name is gone. Cheap; needs no process group and no GPU."""
+    """Raise if a name is missing. Cheap; needs no process group and no GPU."""
     version.require_supported()
     for library, released, names in _installed():
         gone = missing(names)
@@ -139,7 +139,7 @@ def self_test() -> None:
 
 
 def missing(names: Names) -> list[str]:
-    """Those of a table that are not there, by their full names."""
+    """The names of a table that are missing, qualified."""
     gone = []
     for where, wanted in names.items():
         prefix = where.replace(":", ".").strip(".")
@@ -164,7 +164,7 @@ def _reach(where: str) -> Any:
 
 
 def _mentioned_by(found: Any) -> set[str]:
-    """Parameters of a function, and names in its code; for a class names in its methods, and its annotations."""
+    """Parameters of a function and names in its code; for a class, names in its methods and its annotations."""
     if isinstance(found, type):
         names = {name for base in found.__mro__ for name in vars(base).get("__annotations__", ())}
         methods = (f for base in found.__mro__ for f in vars(base).values() if isinstance(f, FunctionType))
@@ -214,11 +214,11 @@ def _order_at_the_end_of_a_backward_pass() -> None:
     with torch.enable_grad():
         x.sum().backward()
     if calls != ["begin", "between", "end"]:
-        raise RuntimeError(f"torch {torch.__version__} calls back in another order after a backward pass: {calls}")
+        raise RuntimeError(f"torch {torch.__version__} runs callbacks in another order after backward: {calls}")
 
 
 def _autograd_inside_op() -> None:
     with torch.inference_mode(), dynamo.autograd_inside_op():
         works = (torch.zeros(1, requires_grad=True) * 2).requires_grad
     if not works:
-        raise RuntimeError(f"torch {torch.__version__} has no autograd inside an op of inference mode")
+        raise RuntimeError(f"torch {torch.__version__} does not support autograd inside an op in inference mode")

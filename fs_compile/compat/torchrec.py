@@ -1,4 +1,4 @@
-"""Private names of TorchRec: what its sharded collections and their optimizers keep. Works without TorchRec."""
+"""Private names of TorchRec's sharded collections and their optimizers. Works without TorchRec."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def is_sharded_collection(module: torch.nn.Module) -> bool:
-    """Of sequences or of bags."""
+    """Whether it is a sharded EmbeddingCollection or EmbeddingBagCollection."""
     return type(module).__name__ == "ShardedEmbeddingCollection" or is_pooled_collection(module)
 
 
@@ -19,12 +19,12 @@ def is_pooled_collection(module: Any) -> bool:
 
 
 def is_sharded_module(module: torch.nn.Module) -> bool:
-    types = sys.modules.get("torchrec.distributed.types")  # not imported: nothing can be one
+    types = sys.modules.get("torchrec.distributed.types")  # not imported: no module can be an instance
     return types is not None and isinstance(module, types.ShardedModule)
 
 
 def qualified_name(module: Any) -> str:
-    """The module's name in its model; empty if TorchRec was not told."""
+    """The module's name in its model; empty if TorchRec does not know it."""
     return module._module_fqn or ""
 
 
@@ -54,7 +54,7 @@ def returns_indices(collection: Any) -> bool:
 
 
 def pooled_output_names(collection: Any) -> list[str]:
-    """The keys of what a pooled collection returns, in order."""
+    """The keys of a pooled collection's output, in order."""
     return collection._embedding_names
 
 
@@ -63,17 +63,17 @@ def pooled_output_widths(collection: Any) -> list[int]:
 
 
 def sums_over_ranks(kind: str) -> bool:
-    """Whether TorchRec pools a table that is sharded so on several ranks, and adds up what they have."""
+    """Whether TorchRec pools a table with this sharding on several ranks and sums the results."""
     return kind in ("row_wise", "table_row_wise")
 
 
 def divides_sums(collection: Any) -> bool:
-    """Whether a pooled collection divides what it has added up over ranks, since some table's features are means."""
+    """Whether a pooled collection divides sums over ranks, because some feature uses mean pooling."""
     return collection._has_mean_pooling_callback
 
 
 def shardings(collection: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(sharding type, sharding, lookup module) of each kind of sharding that the collection's tables have."""
+    """(sharding type, sharding, lookup module) of each sharding in the collection."""
     if is_pooled_collection(collection):
         yield from zip(collection._sharding_types, collection._embedding_shardings, collection._lookups, strict=True)
         return
@@ -83,7 +83,7 @@ def shardings(collection: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def table_groups_per_rank(sharding: Any) -> list[list[Any]]:
-    """For each rank the groups of tables (GroupedEmbeddingConfig) that one FBGEMM module there holds."""
+    """For each rank, the groups of tables (GroupedEmbeddingConfig) that share one FBGEMM module."""
     return sharding._grouped_embedding_configs_per_rank
 
 
@@ -92,11 +92,11 @@ def fbgemm_modules(lookup: Any) -> list[Any]:
 
 
 def fbgemm_module_of(lookup: Any, group: Any) -> Any:
-    """The module on this rank that holds a group of tables."""
+    """The module on this rank for a group of tables."""
     for config, kernel in zip(lookup.grouped_configs, lookup._emb_modules, strict=True):
         if config is group:
             return kernel.emb_module
-    raise RuntimeError("freescale: TorchRec holds no FBGEMM module for a group of tables that it planned")
+    raise RuntimeError("freescale: TorchRec has no FBGEMM module for one of its groups of tables")
 
 
 def replicated_groups(lookup: Any) -> list[tuple[Any, torch.Tensor]]:
@@ -105,12 +105,12 @@ def replicated_groups(lookup: Any) -> list[tuple[Any, torch.Tensor]]:
 
 
 def pooled_configs(module: Any) -> list[Any]:
-    """The tables of an embedding bag collection; none for any other module."""
+    """The tables of an embedding bag collection; empty for any other module."""
     return list(getattr(module, "_embedding_bag_configs", ()))
 
 
 def optimizers_within(optimizer: Any) -> Iterator[Any]:
-    """An optimizer, and those that it combines or wraps."""
+    """An optimizer and all optimizers that it combines or wraps."""
     yield optimizer
     for _, part in getattr(optimizer, "optimizers", ()):
         yield from optimizers_within(part)

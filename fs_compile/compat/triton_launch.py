@@ -1,8 +1,7 @@
-"""Launches of Triton kernels without what JITFunction does before each: it takes longer than the driver's launch.
+"""Faster launches of Triton kernels than JITFunction's, whose host overhead exceeds the driver's.
 
-JITFunction inspects and specializes every argument, each time, to find the kernel that it compiled for such arguments.
-Here a few facts are enough: arguments that are not constants must be tensors, None, floats, or integers that the kernel
-does not specialize (do_not_specialize).
+For each launch JITFunction inspects and specializes every argument to find the compiled kernel. Here arguments that are
+not constants must be tensors, None, floats, or integers that the kernel does not specialize (do_not_specialize).
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import torch
 from freescale.compat import cuda
 
 _INT32 = range(-(2**31), 2**31)
-# By id, since a kernel takes a microsecond to hash: the kernel, and its first parameter that is a constant.
+# By id, since hashing a kernel takes 1 us: the kernel, and the index of its first constant parameter.
 _known: dict[int, tuple[Any, int]] = {}
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
 
-# Triton's own can be called in kernels, too; on the host each takes 4 us, a tenth of a launch.
+# Triton's versions also work in kernels; on the host each takes 4 us, a tenth of a launch.
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -30,13 +29,14 @@ def next_power_of_2(n: int) -> int:
 
 
 def launch(kernel: Any, grid: tuple[int], *args: Any, **options: Any) -> None:
-    """kernel[grid](*args, **options), on the current device and stream. The kernel's constants are its last
-    parameters."""
+    """kernel[grid](*args, **options) on the current device and stream. The kernel's constants must be its last
+    parameters.
+    """
     known = _known.get(id(kernel))
     if known is None:
         known = _known[id(kernel)] = kernel, _find_first_constant(kernel)
     first_constant = known[1]
-    if first_constant < 0 or _is_watched(kernel):  # in the interpreter, or under a profiler
+    if first_constant < 0 or _is_watched(kernel):  # interpreter or profiler
         kernel[grid](*args, **options)
         return
     assert cuda.current_device is not None and cuda.current_stream_handle is not None
@@ -49,7 +49,7 @@ def launch(kernel: Any, grid: tuple[int], *args: Any, **options: Any) -> None:
             facts.append(argument.dtype)
             if address & 15 or not argument.is_cuda:
                 facts.append((address & 15 == 0, argument.is_cuda))
-            values.append(address)  # the driver would be asked where a tensor's memory is
+            values.append(address)  # otherwise the driver is queried for the tensor's memory
         else:
             facts.append(argument in _INT32 if isinstance(argument, int) else type(argument))
             values.append(argument)
@@ -57,7 +57,7 @@ def launch(kernel: Any, grid: tuple[int], *args: Any, **options: Any) -> None:
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, **options)
-        if hasattr(compiled, "packed_metadata"):  # not while it is being compiled elsewhere
+        if hasattr(compiled, "packed_metadata"):  # not while it is compiled elsewhere
             _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
         return
     run, function, metadata = found
@@ -65,12 +65,12 @@ def launch(kernel: Any, grid: tuple[int], *args: Any, **options: Any) -> None:
 
 
 def _find_first_constant(kernel: Any) -> int:
-    """-1 in the interpreter, whose functions do not say."""
+    """The index of the first constant parameter; -1 in the interpreter, whose functions lack it."""
     is_constant = [p.is_constexpr for p in getattr(kernel, "params", ())]
     if not is_constant:
         return -1
     first = is_constant.index(True) if True in is_constant else len(is_constant)
-    assert all(is_constant[first:]), f"{kernel}: a parameter behind the first constant is none"
+    assert all(is_constant[first:]), f"{kernel}: a parameter after the first constant is not a constant"
     return first
 
 

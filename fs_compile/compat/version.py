@@ -1,4 +1,4 @@
-"""The releases of torch that freescale knows."""
+"""The torch releases that freescale supports."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ SUPPORTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 def torch_version() -> str:
-    """Major and minor version, as in "2.13"."""
+    """Major and minor version, such as "2.13"."""
     return ".".join(torch.__version__.split("+")[0].split(".")[:2])
 
 
 def require_supported() -> None:
     if torch_version() not in SUPPORTED:
-        raise RuntimeError(f"freescale knows torch {', '.join(SUPPORTED)}; this is {torch.__version__}")
+        raise RuntimeError(f"freescale supports torch {', '.join(SUPPORTED)}; found {torch.__version__}")

@@ -26,7 +26,7 @@ def test_self_test_refuses_other_versions(monkeypatch, version: str):
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(RuntimeError) as error:
         probes.self_test()
-    assert str(error.value) == f"freescale knows torch 2.11, 2.12, 2.13, 2.14, 2.15; this is {version}"
+    assert str(error.value) == f"freescale supports torch 2.11, 2.12, 2.13, 2.14, 2.15; found {version}"
 
 
 @pytest.fixture
