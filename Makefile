@@ -115,7 +115,7 @@ lint: $(STAMP) ## check style (ruff) and types (mypy)
 figures: $(LIBRARY) ## simulate and draw the figures of docs/paper.md (some minutes; ARGS="--only ranks": one of them)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/figures.py $(ARGS)
 
-doctor: $(LIBRARY) ## say what is installed, what works here and what is missing
+doctor: $(LIBRARY) ## show what is installed, what works and what is missing
 	@$(BIN)/python -m freescale doctor
 
 clean: ## remove builds and caches; the virtual environments stay

@@ -1,7 +1,7 @@
 """freescale: a torch.compile backend for sequence recommendation models on many GPUs.
 
-`torch.compile(model, backend="freescale")` needs no import. This module stays light, because
-TORCH_LOGS="+freescale" imports it while torch itself is still being imported; names load when they are used.
+`torch.compile(model, backend="freescale")` needs no import. This module stays light, because TORCH_LOGS="+freescale"
+imports it while torch itself is still being imported; names are loaded lazily.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         module, attribute = _LAZY[name].split(":")
-        # kept, since importing a module of the same name (report) puts that in its place
+        # stored, since importing a module of the same name (report) would shadow the attribute
         value = globals()[name] = getattr(import_module(module), attribute)
         return value
     raise AttributeError(f"module 'freescale' has no attribute {name!r}")

@@ -16,28 +16,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m freescale", description=f"freescale {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command")
 
-    doctor = commands.add_parser("doctor", help="say what is installed, what works here and what is missing")
+    doctor = commands.add_parser("doctor", help="show what is installed, what works and what is missing")
     doctor.add_argument("--json", action="store_true", help="the same facts as JSON")
     doctor.set_defaults(run=_doctor)
 
     report = commands.add_parser("report", help="show where the time of a recorded run went (FREESCALE_RECORD=DIR)")
     report.add_argument("folder", nargs="?", help="the folder with the records")
-    report.add_argument("--run", dest="run_name", metavar="RUN", help="of several runs in the folder, this one")
+    report.add_argument("--run", dest="run_name", metavar="RUN", help="the run to show, if the folder has several")
     report.add_argument("--html", metavar="FILE", help="write a page with plots; it needs no network")
     report.add_argument("--json", metavar="FILE", help="write the figures as JSON; - for standard output")
     report.add_argument("--trace", metavar="STEP", help="write a trace of these steps for Perfetto: 7, or 5-9")
     report.add_argument("--out", metavar="FILE", default="trace.json", help="where --trace goes (trace.json)")
-    report.add_argument("--profile", metavar="FILE", help="analyse a trace that the torch profiler wrote")
+    report.add_argument("--profile", metavar="FILE", help="analyze a torch profiler trace")
     report.set_defaults(run=_report)
 
     explain = commands.add_parser("explain", help="run a training command and show what the compiler did to its graphs")
-    explain.add_argument("--html", metavar="FILE", help="write a page: a picture of two steps, what each pass changed")
+    explain.add_argument("--html", metavar="FILE", help="write a page: diagram of two steps, changes of each pass")
     explain.add_argument("--json", metavar="FILE", help="write the graphs as JSON; - for standard output")
-    explain.add_argument("--graphs", action="store_true", help="print what each pass changed, too")
+    explain.add_argument("--graphs", action="store_true", help="also print what each pass changed")
     explain.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
     explain.set_defaults(run=_explain)
 
-    simulate = commands.add_parser("simulate", help="the step at many ranks, simulated: what would freescale bring?")
+    simulate = commands.add_parser("simulate", help="simulate a step at many ranks, with and without freescale")
     simulate_command.add_arguments(simulate)
     simulate.set_defaults(run=simulate_command.main)
 
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = args.run(args)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever reads, as `head` does, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be flushed at exit goes there
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output flushed at exit goes there
         return 0
 
 

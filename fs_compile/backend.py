@@ -1,7 +1,7 @@
-"""The entry point behind `torch.compile(model, backend="freescale")`.
+"""Entry point of `torch.compile(model, backend="freescale")`.
 
-Torch imports this module when the backend's name is first used. What that changes is in install.py. Nothing else is
-needed from the user.
+torch imports this module when the backend's name is first used. install.py lists the changes that this makes. The user
+needs nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from freescale.runtime.tables import torchrec_collection, torchrec_support
 
 log = logging.getLogger(__name__)
 
-# Compilations so far: {frame: how often it was compiled}; more than 1 is a recompilation.
+# frame -> number of compilations; more than 1 is a recompilation.
 COMPILED: dict[str, int] = {}
 _settings_compared: set[str] = set()
 
@@ -42,13 +42,13 @@ def freescale(
             )
         cfg = config.load(options)
         if cfg.dynamic != _process.dynamic:
-            raise config.ConfigError("dynamic holds for the whole process: set FREESCALE_DYNAMIC, not an option")
+            raise config.ConfigError("dynamic applies to the whole process: set FREESCALE_DYNAMIC instead of an option")
         for name in ("staged", "nixl"):
             open_transports.options[name]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
         torchrec_support.raise_if_unsupported(cfg)
         frame = dynamo.current_compile_id().split("/")[0]
         COMPILED[frame] = COMPILED.get(frame, 0) + 1
-        if not _has_exchange(gm) and "dense" not in (options or {}):  # an option may differ from model to model
+        if not _has_exchange(gm) and "dense" not in (options or {}):  # an option may differ between models
             dense_gradients.compare_settings(gm, inputs, cfg)
         with agreement.while_compiling(cfg.timeout):
             before_first_run = dense_gradients.average_in_graph(gm, inputs, cfg)
@@ -57,7 +57,7 @@ def freescale(
         planned_sizes.drop_implied_guards()
     except Exception as error:
         retried = dynamo_settings.depends_on_data(error) and torchrec_collection.collections_to_trace_again()
-        if dynamo.traces_again(error) or retried:  # install.py does so
+        if dynamo.traces_again(error) or retried:  # install.py retries
             COMPILED[frame] -= 1
         else:
             agreement.post_failure(error)
@@ -71,7 +71,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], driver: Driver) -> Calla
     dynamo.go_on_recomputing_fakes()
     if driver.cfg.codegen == "eager":
         return driver.compile_interpreted(gm, inputs)
-    # What has no collective has nothing to tell, and may come out of AOTAutograd's cache as a whole.
+    # A graph without collectives has no record and may be loaded from AOTAutograd's cache as a whole.
     before = inductor.whole_hits()
     collectives = _calls(gm, "freescale", "c10d")
     compiled = inductor.compile_with_inductor(gm, inputs, driver, driver.around_compile, collectives, direct_ops)
@@ -82,13 +82,13 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], driver: Driver) -> Calla
 
 
 def _has_exchange(gm: fx.GraphModule) -> bool:
-    """The graph plans or makes an exchange of ours."""
+    """Whether the graph plans or performs a freescale exchange."""
     return _calls(gm, "freescale")
 
 
 def _calls(gm: fx.GraphModule, *names: str) -> bool:
-    """The graph calls something with such a name."""
-    modules = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]  # also the body of an autograd.Function
+    """Whether the graph calls something with one of these names."""
+    modules = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]  # includes bodies of autograd.Functions
     return any(name in str(n.target) for m in modules for n in m.graph.nodes for name in names)
 
 
@@ -96,8 +96,8 @@ def _meet_before_first_run(
     compiled: Callable[..., Any], cfg: config.Config, before_first_run: Callable[[Sequence[Any]], None] | None,
     before_each_run: Callable[[Sequence[Any]], None] | None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Ranks compare their settings before the first graph with these settings runs for the first time; then comes what
-    else a graph wants done before it does."""
+    """Compare the ranks' settings before the first graph with these settings runs for the first time; then run the
+    graph's own hooks."""
     settings: dict[str, object] = {f"FREESCALE_{k.upper()}": v for k, v in cfg.affecting_graphs().items()}
     settings["torch"] = torch.__version__
     key = repr(sorted(settings.items()))

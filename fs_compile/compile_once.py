@@ -1,14 +1,13 @@
-"""Processes of one host that need the same graph at the same time: one compiles it, the others take it from the cache.
+"""Avoid duplicate compilation on a host: one process compiles a graph, the others load it from the cache.
 
-The others wait until the first is done, and then all go on at once. Whoever then does not find the graph in torch's
-cache compiles it: waiting changes when, never what. The lock is the operating system's, on a file beside torch's cache:
-it ends with the process that holds it. Inside, no rank may wait for another; should one do so all the same, the wait
-ends after `seconds`.
+The others wait until the first one is done, then all proceed together. A process that does not find the graph in
+torch's cache then compiles it: waiting changes when, never what. The lock is an OS lock on a file next to torch's
+cache, released when its process ends. No rank may wait for another while holding it; if one does, the wait ends after
+`seconds`.
 
-Which rank compiles is not to be chance: generated code sums in an order that depends on the sizes of the batch that it
-was compiled for, and ranks have batches of different size. So the first rank of a host has a head start: the others
-give it some seconds to begin. Where it has nothing to compile, that is all they lose; where it has a cache folder of
-its own, they lose it once.
+Which rank compiles must be deterministic: generated code sums in an order that depends on the batch sizes that it was
+compiled for, and these differ between ranks. So the first rank of a host gets a head start of a few seconds. If it has
+nothing to compile, the others lose only that time; if it has its own cache folder, they lose it once.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ except ImportError:  # not on Windows
 
 log = logging.getLogger(__name__)
 
-_LONGEST_PAUSE = 0.1  # seconds between two looks at the file
-_HEAD_START = 3.0  # seconds that the first rank of a host has to begin
-_FIRST_RANK = "first_rank"  # beside the locks: it uses this folder, too
+_LONGEST_PAUSE = 0.1  # maximum seconds between polls of the file
+_HEAD_START = 3.0  # seconds for the first rank of a host to start
+_FIRST_RANK = "first_rank"  # written next to the locks: the first rank uses this folder, too
 
 
 @contextlib.contextmanager
 def compiling_once(gm: fx.GraphModule, settings: str, seconds: float) -> Iterator[None]:
-    """Around the compilation of a graph: alone, or after whoever was at it (for so many seconds at most)."""
+    """Compile a graph inside: alone, or after the process that is compiling it (waiting at most `seconds`)."""
     file = _open(gm, settings) if fcntl is not None and inductor.waiting_for_caches_pays() else None
     if file is None:
         yield
@@ -56,7 +55,7 @@ def compiling_once(gm: fx.GraphModule, settings: str, seconds: float) -> Iterato
             _wait(file, seconds)
         yield
     finally:
-        # Not only by closing it: a process that was forked meanwhile has the file open too.
+        # Unlock explicitly: a process forked meanwhile has the file open, too.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
         os.close(file)
@@ -70,7 +69,7 @@ def _open(gm: fx.GraphModule, settings: str) -> int | None:
             (folder / _FIRST_RANK).touch()
         return os.open(folder / graph_hash(gm, settings), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        log.info("graphs are compiled by every process: %s", error)
+        log.info("every process compiles its own graphs: %s", error)
         return None
 
 
@@ -79,37 +78,37 @@ def _folder() -> Path:
 
 
 def _lock(file: int, kind: int) -> bool:
-    """Whether this process has it now, or there is nothing to wait for: not every file system knows locks."""
+    """Whether this process has the lock, or there is nothing to wait for: some file systems lack locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        log.info("graphs are compiled by every process: %s", error)
+        log.info("every process compiles its own graphs: %s", error)
     return True
 
 
 def _is_first_rank() -> bool:
-    """Of this host, as the launcher counts them (LOCAL_RANK); of all, where it does not."""
+    """First rank of this host, by LOCAL_RANK; if that is unset, of all."""
     return dist.get_node_local_rank(dist.get_rank() if dist.is_initialized() else 0) == 0
 
 
 def _note_beginning(file: int) -> None:
-    """That some process has begun, now or earlier: the graph is in the cache, or will be."""
+    """Note that some process has started: the graph is or will be in the cache."""
     with contextlib.suppress(OSError):
         os.pwrite(file, b"begun", 0)
 
 
-_without_first_rank: set[Path] = set()  # folders in which it was waited for in vain
+_without_first_rank: set[Path] = set()  # folders in which waiting for it timed out
 
 
 def _give_head_start(file: int) -> None:
-    """Until some process has begun."""
+    """Wait until some process has started."""
     folder = _folder()
     if folder in _without_first_rank:
         return
     end, pauses = time.monotonic() + _HEAD_START, _pauses()
-    while time.monotonic() < end and os.fstat(file).st_size == 0:  # (to try the lock would be in the first one's way)
+    while time.monotonic() < end and os.fstat(file).st_size == 0:  # trying the lock would interfere with the first rank
         time.sleep(next(pauses))
     if time.monotonic() >= end and not (folder / _FIRST_RANK).exists():
         _without_first_rank.add(folder)
@@ -118,10 +117,10 @@ def _give_head_start(file: int) -> None:
 def _wait(file: int, seconds: float) -> None:
     start, pauses = time.monotonic(), _pauses()
     log.info("another process of this host is compiling the same graph; waiting for it")
-    # Shared: all who wait go on together.
+    # Shared lock: all waiters proceed together.
     while not _lock(file, fcntl.LOCK_SH):
         if time.monotonic() - start > seconds:
-            log.warning("another process still compiles the same graph after %.0f s; no longer waiting", seconds)
+            log.warning("another process is still compiling the same graph after %.0f s; no longer waiting", seconds)
             return
         time.sleep(next(pauses))
     fcntl.flock(file, fcntl.LOCK_UN)
@@ -135,7 +134,7 @@ def _pauses() -> Iterator[float]:
 
 
 def graph_hash(gm: fx.GraphModule, settings: str) -> str:
-    """Of what is compiled: code, inputs and settings. Coarser than torch's own keys, which decide what is a hit."""
+    """Hash of code, inputs and settings. Coarser than torch's own keys, which decide cache hits."""
     parts = [settings, torch.__version__, str(torch.is_grad_enabled())]
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):

@@ -1,19 +1,18 @@
 """Every setting of freescale, its legal values and its default. The only module that reads FREESCALE_* variables.
 
-A field `name` is the variable FREESCALE_NAME and the key "name" of `options=`. An explicit option beats the
-variable, the variable beats the default. A name or a value that is not known is an error that lists the legal
-ones.
+A field `name` is the variable FREESCALE_NAME and the key "name" of `options=`. An explicit option beats the variable,
+the variable beats the default. An unknown name or value is an error that lists the legal ones.
 
-Settings belong to a model: to what its torch.compile was given. There is no setting of the process that a later
-model could change; whoever needs one gets it from the model or the graph at hand:
+Settings belong to a model: to its torch.compile call. There are no process-wide settings that a later model could
+change. Code that needs settings gets them from the model or the graph at hand:
 
-    the backend, the passes     the options that torch.compile hands over
-    tables, while traced        the options of the compilation that is under way (compat's options_while_tracing)
+    the backend, the passes     the options passed by torch.compile
+    tables, while traced        the options of the current compilation (compat's options_while_tracing)
     a graph's agreement         a number in the graph
     a LookaheadLoader           the options of its model (compat's options_of), known before the first call; models that
                                 share tables share a background group, whose link the first of their loaders measures
 
-Two hold for the whole process: `dynamic` (Dynamo's settings are global) and `ring_mb` (pinned once).
+Two are process-wide: `dynamic` (Dynamo's settings are global) and `ring_mb` (pinned once).
 """
 
 from __future__ import annotations
@@ -32,15 +31,14 @@ log = logging.getLogger(__name__)
 
 PREFIX = "FREESCALE_"
 
-# The passes in the order in which they run. A name here is also the module and the function in
-# freescale.passes.
+# The passes, in the order in which they run. Each name is also a module and a function in freescale.passes.
 PASS_ORDER = (
     "find_exchanges", "split_exchanges", "join_pieces", "gather_parts", "bucket_gradients", "compress_exchange",
     "overlap_attention", "lower_copies",
 )  # fmt: skip
-# Those that change the numbers of training: never in `all`, only where they are named.
+# Passes that change numerics: not part of `all`, only run if named.
 LOSSY_PASSES = ("compress_exchange",)
-PASS_NAMES = tuple(name for name in PASS_ORDER if name not in LOSSY_PASSES)  # those of `all`
+PASS_NAMES = tuple(name for name in PASS_ORDER if name not in LOSSY_PASSES)  # those in `all`
 
 DENSE_CHOICES = ("off", "allreduce")
 COMPRESS_FORM = "rows:SHARE, dense:SHARE or both, then which=background or which=all"
@@ -52,7 +50,7 @@ DEPRECATED = {"wire": DEPRECATED_WIRES, "transport": DEPRECATED_TRANSPORTS}
 
 
 class ConfigError(ValueError):
-    """A flag or an option that freescale does not know, or a value that it cannot take."""
+    """An unknown flag or option, or an illegal value."""
 
 
 def _flag(default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
@@ -61,12 +59,12 @@ def _flag(default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
 
 @dataclass(frozen=True)
 class Compression:
-    """What FREESCALE_COMPRESS and FREESCALE_WIRE ask for."""
+    """What FREESCALE_COMPRESS and FREESCALE_WIRE request."""
 
-    rows: Fraction | None = None  # share of the bytes of rows and their gradients that travels
+    rows: Fraction | None = None  # share of the bytes of rows and their gradients to send
     dense: Fraction | None = None  # share of the bytes of dense gradients
     which: str = "background"  # or "all": urgent rows and gradients too
-    wire: str = "fp32"  # type in which rows and their gradients travel
+    wire: str = "fp32"  # dtype in which rows and their gradients are sent
 
     @property
     def sends_less(self) -> bool:
@@ -77,46 +75,46 @@ class Compression:
 class Config:
     passes: str = _flag(
         "all",
-        "Passes to run: `all`, `none`, a list `a,b`, or all except some: `-a,-b`; `all` omits `compress_exchange`, "
-        "which `all,compress_exchange` adds",
+        "Passes to run: `all`, `none`, a list `a,b`, or all but some: `-a,-b`; `all` omits "
+        "`compress_exchange`, which `all,compress_exchange` adds",
     )
     codegen: str = _flag(
         "inductor",
         "`eager` runs the same passes on the same graphs, and interprets the result without code generation",
         ("inductor", "eager"),
     )
-    strict: bool = _flag(False, "Warnings, such as a skipped pass or table, are errors")
-    dynamic: bool = _flag(True, "Batch sizes are symbolic from the first step; a size of 1 gets its own graphs")
+    strict: bool = _flag(False, "Warnings (a pass or a table that freescale skips) become errors")
+    dynamic: bool = _flag(True, "Batch sizes are symbolic from the first step; a size of 1 gets separate graphs")
     timeout: float = _flag(
-        120.0, "Seconds that a rank waits for the others to agree; longer while another rank compiles"
+        120.0, "Seconds that a rank waits for the other ranks to agree; longer while one is compiling"
     )
 
     dense: str = _flag(
         "off",
-        "`allreduce`: the backward graph averages dense gradients over the ranks, instead of "
+        "`allreduce`: the backward graph averages the gradients of dense parameters over the ranks, instead of "
         "DistributedDataParallel ([dense gradients](dense.md))",
         DENSE_CHOICES,
     )
-    bucket_mb: float = _flag(25.0, "Maximum size of a bucket of dense gradients in MiB")
-    link_gbps: float = _flag(0.0, "Link speed in Gbit/s; 0: measured once per group at start-up")
+    bucket_mb: float = _flag(25.0, "Maximum size of a dense gradient bucket in MiB")
+    link_gbps: float = _flag(0.0, "Bandwidth of the link in Gbit/s; 0: measured once per group at start-up")
     transport: str = _flag(
         "auto",
-        "Transport of a launch; `auto`: `c10d` on the CPU; on GPUs the fastest that every rank of the group can use, "
-        "or one that uses no SMs and is nearly as fast",
+        "Transport of launches; `auto`: `c10d` on the CPU; on GPUs the fastest one that every rank of the group "
+        "supports, or one without SMs that is nearly as fast",
         ("auto", "c10d", "staged", "nixl"),
     )
     ring_mb: float = _flag(
-        256.0, "Host memory in MiB that `staged` or `nixl` pins once on each rank; longer messages wait"
+        256.0, "Host memory in MiB that `staged` or `nixl` pins on each rank, once; larger messages wait for free slots"
     )
     min_bytes: float = _flag(64.0, "Minimum row size in bytes for splitting a plain all-to-all by consumer")
     compress: str = _flag(
         "",
-        "For the pass `compress_exchange`: share of bytes to send, `rows:0.05`, `dense:0.01` or both, and `which=all` "
-        "to include urgent rows and gradients; empty: send everything ([compression](compress.md))",
+        "For the pass `compress_exchange`: the share of bytes to send, `rows:0.05`, `dense:0.01` or both, and "
+        "`which=all` for urgent rows and gradients too; empty: send everything ([compression](compress.md))",
     )
     wire: str = _flag(
         "fp32",
-        "For the pass `compress_exchange`: type in which rows and their gradients are sent, rounded to nearest; "
+        "For the pass `compress_exchange`: the dtype in which rows and their gradients are sent, rounded to nearest; "
         "gradients in `fp8` use stochastic rounding",
         ("fp32", "fp16", "bf16", "fp8"),
     )
@@ -124,7 +122,7 @@ class Config:
         True, "Rank 0 reports on standard error which graph is compiling, and how long it took"
     )
     record: str = _flag(
-        "", "Folder for a record of the run, one file per rank, for `python -m freescale report`; empty: none"
+        "", "Folder for a recording, one file per rank, for `python -m freescale report`; empty: none"
     )
 
     def __post_init__(self) -> None:
@@ -147,28 +145,27 @@ class Config:
             flag = f"{PREFIX}COMPRESS" if self.compress else f"{PREFIX}WIRE"
             also = "all" if self.passes.strip() == "all" else "..."
             raise ConfigError(
-                f"{flag} is for the pass compress_exchange, which nothing but its name switches on: "
+                f"{flag} is for the pass compress_exchange, which is opt-in: "
                 f"set {PREFIX}PASSES={also},compress_exchange"
             )
         if named and self.strict and not (asked.sends_less or lossless):
             raise ConfigError(
-                f"strict refuses a lossy pass without an explicit ratio: set {PREFIX}COMPRESS or {PREFIX}WIRE, or "
-                f"leave compress_exchange out of {PREFIX}PASSES"
+                f"strict requires an explicit ratio for a lossy pass: set {PREFIX}COMPRESS or {PREFIX}WIRE, or "
+                f"remove compress_exchange from {PREFIX}PASSES"
             )
         if (asked.rows is not None or lossless) and asked.wire != "fp32":
             raise ConfigError(
-                f"{PREFIX}COMPRESS={self.compress} picks values of rows and {PREFIX}WIRE={self.wire} rounds them; "
-                "rows can have one of the two"
+                f"{PREFIX}COMPRESS={self.compress} selects values of rows and {PREFIX}WIRE={self.wire} rounds them; "
+                "use only one of the two"
             )
         if asked.dense is not None and self.dense == "off":
             raise ConfigError(
-                f"{PREFIX}COMPRESS={self.compress}: dense gradients are compressed where the graph averages them; "
+                f"{PREFIX}COMPRESS={self.compress}: dense gradients are only compressed if the graph averages them; "
                 f"set {PREFIX}DENSE=allreduce"
             )
 
     def _replace_deprecated(self) -> None:
-        """What is used in place of deprecated values becomes the setting, so that cache keys hold it and ranks compare
-        it."""
+        """Replace deprecated values by their substitutes, so that cache keys contain these and ranks compare them."""
         if (wire := DEPRECATED_WIRES.get(self.wire)) is not None:
             _say_deprecated(f"{PREFIX}WIRE={self.wire}", f"{wire}, rounded to nearest")
             object.__setattr__(self, "wire", wire)
@@ -185,13 +182,13 @@ class Config:
                 object.__setattr__(self, "compress", "")
 
     def compression(self) -> Compression:
-        """What travels, and in which type."""
+        """What is sent, and in which dtype."""
         found: dict[str, Any] = {}
         for word in _words(self.compress):
             name, sign, value = word.replace("=", ":").partition(":")
             kind = "=" if "=" in word else ":"
             if name in found:
-                raise ConfigError(f"{PREFIX}COMPRESS says {name} twice: {self.compress!r}")
+                raise ConfigError(f"{PREFIX}COMPRESS sets {name} twice: {self.compress!r}")
             if word == DEPRECATED_ROWS:
                 found[name] = None
             elif sign and kind == ":" and name in ("rows", "dense"):
@@ -203,7 +200,7 @@ class Config:
         return Compression(wire=self.wire, **found)
 
     def affecting_graphs(self) -> dict[str, Any]:
-        """The settings that the compiled code may depend on, and that all ranks must have in common."""
+        """The settings that compiled code may depend on and that must be equal on all ranks."""
         reporting = ("progress", "record")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in reporting}
 
@@ -220,10 +217,10 @@ class Config:
                     f"{PREFIX}PASSES names an unknown pass {name!r}; the passes are {', '.join(PASS_ORDER)}"
                 )
         if any(minus) and not all(minus):
-            raise ConfigError(f"{PREFIX}PASSES mixes passes to run and passes to leave out: {self.passes!r}")
+            raise ConfigError(f"{PREFIX}PASSES mixes passes to run and passes to omit: {self.passes!r}")
         if "all" in names:
             if any(minus) or any(n in PASS_NAMES for n in names):
-                raise ConfigError(f"{PREFIX}PASSES: beside all stand only {', '.join(LOSSY_PASSES)}: {self.passes!r}")
+                raise ConfigError(f"{PREFIX}PASSES: all combines only with {', '.join(LOSSY_PASSES)}: {self.passes!r}")
             return tuple(p for p in PASS_ORDER if p in PASS_NAMES or p in names)
         if all(minus):
             return tuple(p for p in PASS_NAMES if p not in names)
@@ -236,7 +233,7 @@ def _words(text: str) -> list[str]:
 
 @cache
 def _say_deprecated(given: str, instead: str) -> None:
-    log.warning("%s is deprecated, and an error in the next release; used instead: %s", given, instead)
+    log.warning("%s is deprecated and will be an error in the next release; using %s", given, instead)
 
 
 def _share(text: str, word: str) -> Fraction:
@@ -277,14 +274,14 @@ def _parse(name: str, value: Any, label: str) -> Any:
 
 
 def _unknown(kind: str, name: str, legal: list[str]) -> ConfigError:
-    bare = {n.removeprefix(PREFIX): n for n in legal}  # the prefix would make any two flags look alike
+    bare = {n.removeprefix(PREFIX): n for n in legal}  # the shared prefix would make all flags look alike
     near = [bare[n] for n in difflib.get_close_matches(name.removeprefix(PREFIX), bare, n=1)]
     hint = f" Did you mean {near[0]}?" if near else ""
     return ConfigError(f"{name} is not {kind} of freescale.{hint} Known: {', '.join(legal)}")
 
 
 def load(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
-    """The configuration from the environment and explicit options."""
+    """Load the configuration from the environment and explicit options."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     flags = {PREFIX + name.upper(): name for name in FIELDS}
@@ -301,7 +298,7 @@ def load(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | 
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """That of this process, with flags for a process that it starts."""
+    """The environment of this process plus flags, for a subprocess."""
     return {**os.environ, **{PREFIX + name.upper(): value for name, value in settings.items()}}
 
 

@@ -1,11 +1,11 @@
-"""`FREESCALE_DENSE=allreduce`: the graph averages the gradients of dense parameters, which DDP would do otherwise.
+"""`FREESCALE_DENSE=allreduce`: the graph averages the gradients of dense parameters, instead of DDP.
 
-In the graph that Dynamo hands over, each parameter goes through the op `averaged_parameter`, whose gradient is averaged
-over the ranks. So AOTAutograd puts the average into the backward graph, whatever the passes do, and what is averaged is
-part of the graph, hence of the keys of torch's caches. The pass `bucket_gradients` makes it fast.
+In Dynamo's graph, each parameter goes through the op `averaged_parameter`, whose gradient is averaged over the ranks.
+So AOTAutograd puts the average into the backward graph, independent of the passes, and the set of averaged parameters
+is part of the graph and of torch's cache keys. The pass `bucket_gradients` makes it fast.
 
-A parameter is a leaf nn.Parameter that requires a gradient, and that nobody else takes care of: not
-DistributedDataParallel, not a sharded table, not whoever told DDP to leave it out.
+A parameter qualifies if it is a leaf nn.Parameter that requires a gradient and has no other owner:
+DistributedDataParallel, a sharded table, or code that excluded it from DDP.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _MOMENT = 5.0  # seconds
 
 
 def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> Callable[[Sequence[Any]], None] | None:
-    """Mark the parameters of a Dynamo graph; None where there is nothing to average.
+    """Mark the parameters of a Dynamo graph; None if there is nothing to average.
 
-    Returns what is to be called with the graph's arguments before it runs for the first time.
+    Returns a function to call with the graph's arguments before its first run.
     """
     if cfg.dense == "off" or not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):
         return None
@@ -48,7 +48,7 @@ def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> 
     owners = _Owners()
     parameters = _unowned(module_state.parameter_inputs(gm, inputs), owners, cfg)
     trained = [p for p in parameters if p.is_trained]
-    if cfg.compression().dense is not None:  # an op must find what it has not sent of each
+    if cfg.compression().dense is not None:  # an op must find each one's unsent values
         trained = [replace(p, name=dense_error.register(p.tensor, p.name)) for p in trained]
     marked = _mark(gm, trained, group_name)
     if not marked:
@@ -66,13 +66,13 @@ def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> 
 
 
 def compare_settings(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> None:
-    """Of a graph without exchanges: ranks that average would wait for those that do not, which would meet nobody."""
+    """For a graph without exchanges: otherwise ranks that average would wait for ranks that do not."""
     if torch.is_grad_enabled() and any(p.is_trained for p in module_state.parameter_inputs(gm, inputs)):
         agreement.compare_soon("FREESCALE_DENSE", cfg.dense, DENSE_CHOICES, min(_MOMENT, cfg.timeout))
 
 
 def before_each_run(gm: fx.GraphModule, cfg: Config) -> Callable[[Sequence[Any]], None] | None:
-    """What is to be called with the graph's arguments whenever it runs; None for nothing."""
+    """A function to call with the graph's arguments before each run, or None."""
     if cfg.compression().dense is None:
         return None
     place = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
@@ -82,7 +82,7 @@ def before_each_run(gm: fx.GraphModule, cfg: Config) -> Callable[[Sequence[Any]]
 
 
 def _mark(gm: fx.GraphModule, parameters: list[ParameterInput], group_name: str) -> list[ParameterInput]:
-    """Those that the graph computes with. Their gradients are complete in the reverse order of their first use."""
+    """Mark those that the graph uses. Their gradients are complete in the reverse order of first use."""
     position = {n: i for i, n in enumerate(gm.graph.nodes)}
     first_use = {
         p.index: min((position[u] for u in p.node.users if u.op != "output"), default=-1) for p in parameters
@@ -96,7 +96,7 @@ def _mark(gm: fx.GraphModule, parameters: list[ParameterInput], group_name: str)
                 torch.ops.freescale.averaged_parameter.default, (p.node, p.name, place, group_name)
             )
         module_state.copy_example(new, p.node)
-        # What leaves the graph is the parameter itself.
+        # The graph's outputs keep the parameter itself.
         for user in [u for u in p.node.users if u is not new and u.op != "output"]:
             user.replace_input_with(p.node, new)
     gm.recompile()
@@ -104,14 +104,14 @@ def _mark(gm: fx.GraphModule, parameters: list[ParameterInput], group_name: str)
 
 
 def _group_name(gm: fx.GraphModule) -> str:
-    """Of the ranks that exchange rows in this graph, if they are fewer than all; else the world's."""
+    """The group of the ranks that exchange rows in this graph, if it is not the world."""
     world = dist.group.WORLD
     assert world is not None
     names = dict.fromkeys(name for n in _nodes(gm) if (name := _group_argument(n)) is not None)
     smaller = [name for name in names if distributed.group_by_name(name).size() < world.size()]
     members = {tuple(dist.get_process_group_ranks(distributed.group_by_name(name))) for name in smaller}
     if len(members) > 1:
-        raise ConfigError("FREESCALE_DENSE=allreduce: the tables of a graph belong to different groups of ranks")
+        raise ConfigError("FREESCALE_DENSE=allreduce: the tables of a graph use different process groups")
     return smaller[0] if smaller else str(world.group_name)
 
 
@@ -131,11 +131,11 @@ def _group_argument(node: fx.Node) -> str | None:
     return found if isinstance(found, str) else None
 
 
-# ---- whose parameters they are --------------------------------------------------------------------------------------
+# ---- ownership -------------------------------------------------------------------------------------------------------
 
 
 class _Owners:
-    """Who takes care of a tensor besides the graph, at this moment."""
+    """Current owners of a tensor's gradient other than the graph."""
 
     def __init__(self) -> None:
         modules = module_state.live_modules((nn.Module,))
@@ -145,7 +145,7 @@ class _Owners:
         self._of_ddp = {id(p) for m in wrappers for p in module_state.averaged_by_ddp(m)}
 
     def leave_alone(self, tensor: torch.Tensor) -> bool:
-        """Not to be averaged, by nobody or not here."""
+        """Whether the graph must not average it."""
         of_tables = id(tensor) in self._of_tables or tensor in AVERAGED_BY_TABLES
         return of_tables or module_state.left_out_of_ddp(tensor)
 
@@ -162,9 +162,9 @@ def _unowned(parameters: list[ParameterInput], owners: _Owners, cfg: Config) -> 
 
 def _say_that_ddp_averages(theirs: list[ParameterInput], cfg: Config) -> None:
     message = (
-        f"FREESCALE_DENSE=allreduce leaves {len(theirs)} parameters, the first of them {theirs[0].name}, to "
-        "DistributedDataParallel, which is wrapped around them and averages their gradients after the backward pass; "
-        "leave the wrapper away (of DistributedModelParallel: init_data_parallel=False) to have it done in the graph"
+        f"FREESCALE_DENSE=allreduce leaves {len(theirs)} parameters (first: {theirs[0].name}) to "
+        "DistributedDataParallel, which averages their gradients after the backward pass; remove the DDP wrapper "
+        "(for DistributedModelParallel: init_data_parallel=False) so the graph averages these gradients"
     )
     if cfg.strict:
         raise ConfigError(message)
@@ -179,16 +179,15 @@ def _refuse_ddp_from_now_on() -> None:
         for name, parameter in wrapper.module.named_parameters():
             if parameter in AVERAGED_IN_GRAPHS and not module_state.left_out_of_ddp(parameter):
                 raise ConfigError(
-                    f"FREESCALE_DENSE=allreduce: compiled graphs average the gradient of {name} already; "
-                    "DistributedDataParallel must not be wrapped around it"
+                    f"FREESCALE_DENSE=allreduce: compiled graphs already average the gradient of {name}; "
+                    "do not wrap it in DistributedDataParallel"
                 )
 
     module_state.before_ddp_wraps(check)
 
 
 def _watch_parameters_outside_graphs(marked: list[ParameterInput], owners: _Owners) -> None:
-    """A parameter of the same model that no graph takes, and that has a gradient all the same, is an error: nobody
-    would average it."""
+    """Raise if a parameter of the same model has a gradient but is in no graph: its gradient would not be averaged."""
     for name, parameter in _parameters_beside(marked):
         if parameter in _watched or owners.leave_alone(parameter) or owners.ddp_averages(parameter):
             continue
@@ -198,7 +197,7 @@ def _watch_parameters_outside_graphs(marked: list[ParameterInput], owners: _Owne
             if p not in AVERAGED_IN_GRAPHS and p.grad is not None:
                 raise RuntimeError(
                     f"freescale: FREESCALE_DENSE=allreduce: {name} has a gradient, but no compiled graph uses it: it "
-                    "is used outside of them (fullgraph=True finds where), and its gradient would not be averaged"
+                    "is used outside of them (fullgraph=True shows where), and its gradient would not be averaged"
                 )
 
         parameter.register_post_accumulate_grad_hook(check)
@@ -208,7 +207,7 @@ _watched = dense_parameters.TensorSet()
 
 
 def _parameters_beside(marked: list[ParameterInput]) -> list[tuple[str, nn.Parameter]]:
-    """The other trained parameters of all modules around those of the marked ones."""
+    """The other trainable parameters of all modules that contain the marked ones."""
     modules = module_state.live_modules((nn.Module,))
     ids = {id(p.tensor) for p in marked}
     around = {id(m) for m in modules if any(id(p) in ids for p in m._parameters.values())}

@@ -1,6 +1,6 @@
-"""What is installed, what works on this machine and what is missing, in words or as JSON.
+"""Reports what is installed, what works on this machine and what is missing, as text or JSON.
 
-`examine` finds the facts and never raises; `in_words` tells them. Nothing is installed or changed.
+`examine` collects the facts and never raises; `in_words` formats them. Nothing is installed or changed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 import freescale
 from freescale import config
 
-# The TorchRec and FBGEMM releases made for each supported torch, and what TorchRec needs, as in the Makefile. (TorchRec
-# itself asks for fbgemm-gpu, of which there are wheels for x86-64 with CUDA alone.)
+# The TorchRec and FBGEMM releases for each supported torch, and TorchRec's requirements, as in the Makefile. (TorchRec
+# itself requires fbgemm-gpu, whose wheels are only for x86-64 with CUDA.)
 TORCHREC_FOR = {
     "2.11": ("1.6.1", "1.6.0"),
     "2.12": ("1.7.0", "1.7.0"),
     "2.13": ("1.8.0", "1.8.0"),
     "2.14": ("1.9.2", "1.9.0"),
 }
-WITHOUT_TORCHREC = ("2.15",)  # FBGEMM 1.9 does not load under it
-NEWEST = "2.14"  # with all parts
+WITHOUT_TORCHREC = ("2.15",)  # FBGEMM 1.9 does not load with it
+NEWEST = "2.14"  # with all components
 
 TORCHREC_NEEDS = "tensordict pyre-extensions torchmetrics tqdm iopath psutil typing-extensions"
 
@@ -39,21 +39,21 @@ TORCHREC_NEEDS = "tensordict pyre-extensions torchmetrics tqdm iopath psutil typ
 class Missing:
     what: str
     remedy: str
-    fatal: bool = False  # freescale cannot be used without it
+    fatal: bool = False  # freescale is unusable without it
 
 
 @dataclass
 class Facts:
-    versions: dict[str, str | None] = field(default_factory=dict)  # None: not installed or broken
+    versions: dict[str, str | None] = field(default_factory=dict)  # None: missing or broken
     torch_supported: bool = False
     cpu_cores: int = 0
     cuda_devices: list[str] = field(default_factory=list)
     process_groups: dict[str, bool] = field(default_factory=dict)
     transports: dict[str, str] = field(default_factory=dict)  # "yes", or "no: " and the reason
-    transport_rule: list[str] = field(default_factory=list)  # how `auto` chooses, in sentences
-    tables: dict[str, str] = field(default_factory=dict)  # the same as of transports
-    c_library: str = "no"  # the same
-    settings: dict[str, Any] | None = None  # None: a flag is bad
+    transport_rule: list[str] = field(default_factory=list)  # how `auto` chooses
+    tables: dict[str, str] = field(default_factory=dict)  # as for transports
+    c_library: str = "no"  # as for transports
+    settings: dict[str, Any] | None = None  # None: a flag is invalid
     missing: list[Missing] = field(default_factory=list)
 
     @property
@@ -62,7 +62,7 @@ class Facts:
 
 
 def main(as_json: bool = False) -> int:
-    """Print the facts. The exit code: 0 if freescale can be used here."""
+    """Print the facts. Returns 0 if freescale is usable here."""
     facts = examine()
     print(json.dumps({**asdict(facts), "usable": facts.usable}, indent=2) if as_json else in_words(facts))
     return 0 if facts.usable else 1
@@ -124,7 +124,7 @@ def _copying_transports(gpus: int) -> dict[str, str]:
     from freescale.compat import nixl
 
     if not gpus:
-        return dict.fromkeys(("staged", "nixl"), "no: it copies between GPUs, and there is none")
+        return dict.fromkeys(("staged", "nixl"), "no: it copies between GPUs, and no GPU was found")
     staged = "yes"
     try:
         from freescale.kernels.transports import cuda_calls
@@ -137,7 +137,7 @@ def _copying_transports(gpus: int) -> dict[str, str]:
 
 
 def _self_test() -> str | None:
-    """Why this torch does not have what freescale.compat uses, or None."""
+    """Why freescale.compat does not work with this torch, or None."""
     probes, why = _import("freescale.compat.probes")
     if probes is not None:
         try:
@@ -164,7 +164,7 @@ def _examine_c_library(facts: Facts) -> None:
     why = c_library.problem()
     facts.c_library = "yes" if why is None else f"no: {why}"
     if why is not None:
-        remedy = "Without it no batch can be planned, so no sharded table can be used."
+        remedy = "Sharded tables need it to plan batches."
         facts.missing.append(Missing(f"freescale's C library: {why}", remedy, fatal=True))
 
 
@@ -181,7 +181,7 @@ def _examine_tables(facts: Facts) -> None:
     facts.tables = {"native": native, "TorchRec": "yes" if why is None else f"no: {why}"}
     fbgemm = f"{_fbgemm_package(facts)}=={wanted_fbgemm}"
     remedy = (
-        f"torchrec {wanted} and fbgemm {wanted_fbgemm} belong to torch {torch_minor}: {_make_setup_advice()}"
+        f"torchrec {wanted} and fbgemm {wanted_fbgemm} are the releases for torch {torch_minor}: {_make_setup_advice()}"
         f"pip install {TORCHREC_NEEDS} && pip install --no-deps torchrec=={wanted} {fbgemm}"
     )
     installed = facts.versions["torchrec"]
@@ -196,7 +196,7 @@ def _examine_tables(facts: Facts) -> None:
 
 
 def _make_setup_advice() -> str:
-    """Advice for who works in a checkout."""
+    """Advice for a source checkout."""
     makefile = Path(freescale.__path__[0]).parent / "Makefile"
     return "run `make setup`, or " if makefile.exists() else ""
 
@@ -213,7 +213,7 @@ def _examine_install(facts: Facts) -> None:
 
 
 def _import(name: str) -> tuple[Any, str | None]:
-    """The module, or None and why not. What the import prints or warns is not for our reader."""
+    """The module, or None and the error. Output and warnings of the import are suppressed."""
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
@@ -244,7 +244,7 @@ def in_words(facts: Facts) -> str:
     if facts.versions["torch"]:
         versions["torch"] += " (supported)" if facts.torch_supported else " (not supported)"
     yes_no = {True: "yes", False: "no"}
-    settings = facts.settings if facts.settings is not None else {"a flag is bad": "see below"}
+    settings = facts.settings if facts.settings is not None else {"invalid flag": "see below"}
     sections: dict[str, list[str]] = {
         "Versions": _aligned(versions),
         "Devices": [f"CPU: {facts.cpu_cores} cores", *(f"CUDA: {d}" for d in facts.cuda_devices or ["none"])],
@@ -256,7 +256,7 @@ def in_words(facts: Facts) -> str:
         "Missing": [f"{m.what.rstrip('.')}. {m.remedy}" for m in facts.missing] or ["Nothing is missing."],
     }
     if not facts.usable:
-        sections["Missing"].append("freescale cannot be used until this is put right.")
+        sections["Missing"].append("freescale cannot be used until this is fixed.")
     return "\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
 
 

@@ -1,12 +1,12 @@
-"""Runs the passes on one post-grad graph: order, toggling, lint, timing, one log line, one artifact each.
+"""Runs the passes on one post-grad graph: order, toggling, lint, timing, one log line and one artifact each.
 
-The driver is what Inductor calls, for the forward and for the backward graph. On a hit in torch's caches it
-does not run, so it has no effect but on the graph, and its `uuid` covers our sources and the configuration. What it did
-is kept beside the cached code (graph_records.py) and told again on a hit.
+Inductor calls the driver for the forward and the backward graph. On a hit in torch's caches it does not run, so it only
+affects the graph, and its `uuid` covers our sources and the configuration. The results of the passes are stored next to
+the cached code (graph_records.py) and reported again on a hit.
 
-The speed of the link is not in the `uuid`: it is measured anew in every process, and decides only where launches stand
-among the compute. Code that was placed for a slower link computes the same. Nor is the transport that `auto` takes: it
-is chosen when a launch leaves.
+The bandwidth of the link is not in the `uuid`: each process measures it, and it only affects where launches are placed
+among the compute. Code compiled for a slower link computes the same. Nor is the transport that `auto` chooses, which
+happens at the launch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Report:
 
     seconds: float = 0.0
     graphs: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
-    from_cache: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})  # not passed over again
+    from_cache: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})  # passes not run again
     exchanges: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
     dense_buckets: int = 0  # launches of dense gradients
     refused: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ _warned: set[str] = set()
 def observe(observer: Observer) -> Callable[[], None]:
     """Call `observer(direction, pass name, graph)` after each pass, with the name "before" before the first.
 
-    Returns a function that ends it. The graph is the live one: look, do not touch.
+    Returns a function that unregisters it. The graph is live: do not modify it.
     """
     _observers.append(observer)
     return lambda: _observers.remove(observer)
@@ -70,7 +70,7 @@ def observe(observer: Observer) -> Callable[[], None]:
 
 @cache
 def _source_hash() -> str:
-    """Of every source file of the package: passes, ops and the lowerings they rely on."""
+    """Hash of all source files of the package: passes, ops and lowerings."""
     files: list[str] = []
     for package in (freescale, freescale.passes, freescale.kernels, freescale.runtime):
         files += sorted(str(f) for f in Path(package.__path__[0]).rglob("*.py"))
@@ -80,7 +80,7 @@ def _source_hash() -> str:
 class Driver(inductor.CustomGraphPass):
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
-        self._record: GraphRecord | None = None  # of the graph that was passed over last
+        self._record: GraphRecord | None = None  # of the last graph
 
     def uuid(self) -> str:
         settings = sorted(self.cfg.affecting_graphs().items())
@@ -111,16 +111,16 @@ class Driver(inductor.CustomGraphPass):
         if launched or dense:
             _insert_agreement(record.direction, graph, [*(x.launch for x in launched), *dense], self.cfg.timeout)
             gm.recompile()
-        if self.cfg.codegen == "inductor":  # torch itself runs a graph in its order
+        if self.cfg.codegen == "inductor":  # otherwise torch runs the graph in its order
             inductor.bind_order(graph, control_dependencies(graph))
 
     def around_compile(self, gm: fx.GraphModule, compile_graph: Callable[[], Any]) -> Any:
-        """Compile one graph: report begin and end, and keep what the passes did for when it comes out of a cache."""
+        """Compile one graph: report start and end, and store the record of the passes for cache hits."""
         direction, n, printed = direction_of(gm.graph), count_exchanges(gm.graph), self.cfg.progress
         doing = f"compiling the {direction} graph"
         progress.say(f"{doing} ({n} exchange{'s' * (n != 1)}); this can take a minute", printed)
         self._record, hits, start = None, inductor.cache_hits(), time.perf_counter()
-        # the backward graph is compiled by itself
+        # the backward graph is compiled separately
         with (
             agreement.while_compiling(self.cfg.timeout),
             progress.repeating(doing, printed),
@@ -140,7 +140,7 @@ class Driver(inductor.CustomGraphPass):
         return compiled
 
     def compile_interpreted(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile forward and backward without code generation; who observes the passes gets to see them."""
+        """Compile forward and backward without code generation; observers of the passes are called."""
         start = time.perf_counter()
         with compiling_once(gm, self.uuid(), self.cfg.timeout):
             compiled, from_cache = inductor.compile_with_interpreter(
@@ -152,7 +152,8 @@ class Driver(inductor.CustomGraphPass):
         return compiled
 
     def count_whole_cache_hit(self, trained: bool) -> None:
-        """A graph without collectives came out of AOTAutograd's cache, with its backward graph if it is trained."""
+        """Count a graph without collectives that was loaded from AOTAutograd's cache, and its backward graph if
+        trained."""
         for direction in ("forward", "backward") if trained else ("forward",):
             REPORT.from_cache[direction] += 1
             log.info("loaded the %s graph, which has no collectives, from torch's cache", direction)
@@ -161,7 +162,7 @@ class Driver(inductor.CustomGraphPass):
         REPORT.from_cache[direction] += 1
         record = graph_records.recall(key) if key is not None else None
         if record is None:
-            log.info("what the passes did to the %s graph when it was compiled is not known here", direction)
+            log.info("no record of the passes for the cached %s graph", direction)
             self._to_file(GraphRecord(direction), spent, from_cache=True)
             return
         self._tell_again(record, spent)
@@ -180,7 +181,7 @@ class Driver(inductor.CustomGraphPass):
 
     def _to_file(self, record: GraphRecord, seconds: float, from_cache: bool) -> None:
         if (recorder := recording.recorder(self.cfg.record)) is not None:
-            compilation = dynamo.current_compile_id()  # the same for its backward graph, which is compiled later
+            compilation = dynamo.current_compile_id()  # shared with its backward graph, which is compiled later
             entry = {**asdict(record), "compilation": compilation, "seconds": seconds, "from_cache": from_cache}
             recorder.add("graph", entry)
 
@@ -205,7 +206,7 @@ class Driver(inductor.CustomGraphPass):
 
 
 def _add_to_report(record: GraphRecord) -> None:
-    """Into the report; what did not apply into the log too, once."""
+    """Add a record to the report; log each pass that did not apply, once."""
     REPORT.exchanges[record.direction] += record.exchanges
     REPORT.dense_buckets += record.sites.get("bucket_gradients", 0)
     REPORT.refused += record.refused
@@ -216,7 +217,7 @@ def _add_to_report(record: GraphRecord) -> None:
 
 
 def _insert_agreement(direction: str, graph: fx.Graph, launched: list[fx.Node], timeout: float) -> None:
-    """The graph itself asks the other ranks, once, whether they launch the same in the same order."""
+    """Insert an op that checks once that all ranks launch the same in the same order."""
     launched = [n for n in graph.nodes if n in set(launched)]
     first, sent = launched[0], launched[0].args[0]
     text = "; ".join([direction, *map(_launch_text, launched)])
@@ -240,6 +241,6 @@ def _launch_text(launch: fx.Node) -> str:
 
 
 def direction_of(graph: fx.Graph) -> str:
-    """AOTAutograd names the gradients that come into a backward graph `tangents_*`."""
+    """AOTAutograd names the incoming gradients of a backward graph `tangents_*`."""
     backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
     return "backward" if backward else "forward"

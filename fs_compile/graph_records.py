@@ -1,9 +1,9 @@
-"""What the passes did to a graph, kept beside torch's cached code of it.
+"""Records of what the passes did to a graph, stored next to torch's cached code.
 
-On a hit in torch's cache the passes do not run. What they did when the code was made (how many exchanges there are,
-what each pass did, the text of the graph after it) is read from here instead. A record has the key of the cache entry,
-which covers the graph, the settings and our sources; so a record never speaks of another graph or of other passes.
-Nothing depends on it but what is said: one that is missing, as after a hit in a remote cache, is said to be missing.
+On a hit in torch's cache the passes do not run. What they did at compile time (number of exchanges, sites per pass,
+graph text after each pass) is read from here. A record uses the key of the cache entry, which covers the graph, the
+settings and our sources, so it always matches. Records only affect reports; a missing one, as after a hit in a remote
+cache, is reported as missing.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ log = logging.getLogger(__name__)
 class GraphRecord:
     direction: str  # "forward" or "backward"
     exchanges: int = 0
-    sites: dict[str, int] = field(default_factory=dict)  # of each pass
-    texts: dict[str, str] = field(default_factory=dict)  # of the graph after each pass, and "before"
+    sites: dict[str, int] = field(default_factory=dict)  # per pass
+    texts: dict[str, str] = field(default_factory=dict)  # graph text after each pass, and "before"
     refused: list[str] = field(default_factory=list)  # passes that did not apply, and why
     pass_seconds: dict[str, float] = field(default_factory=dict)
-    timeline: list[dict[str, Any]] = field(default_factory=list)  # of passes/timeline.py
+    timeline: list[dict[str, Any]] = field(default_factory=list)  # see passes/timeline.py
 
 
 def keep(key: str, record: GraphRecord) -> None:
-    """Ranks that share a cache may write the same record at the same time: each puts a whole file in place."""
+    """Ranks that share a cache may write the same record concurrently, so each write is atomic."""
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def keep(key: str, record: GraphRecord) -> None:
             file.write(gzip.compress(json.dumps(asdict(record)).encode()))
         os.replace(unfinished, path)
     except OSError as error:
-        log.info("what the passes did to the %s graph cannot be kept: %s", record.direction, error)
+        log.info("cannot store the record of the passes for the %s graph: %s", record.direction, error)
 
 
 def recall(key: str) -> GraphRecord | None:

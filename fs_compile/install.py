@@ -1,24 +1,24 @@
-"""Every change that freescale makes to torch and TorchRec. Made once, when the backend's name is first used.
+"""Every change that freescale makes to torch and TorchRec, made once, when the backend's name is first used.
 
-Each acts while a model is traced or compiled for freescale, in that thread alone, or on what was compiled with it:
+These are active only while a model is traced or compiled for freescale, in that thread, or for models compiled with it:
 
     CatchErrorsWrapper, ShapeEnv    settings and symbols of Dynamo while a model is traced (dynamo_settings.py)
     configs of torch                by their own `patch`, while a graph is compiled (compat/inductor.py,
                                     interpreted_graph.py)
-    proxy_tensor                    memory formats are not noted while a graph is compiled (planned_sizes.py)
-    FakeTensorMode.from_tensor      torch 2.12: while a graph is compiled, fakes are not made anew (backports.py)
+    proxy_tensor                    skips memory formats while a graph is compiled (planned_sizes.py)
+    FakeTensorMode.from_tensor      torch 2.12: while a graph is compiled, reuses fakes (backports.py)
     OptimizedModule.state_dict      and loading: checkpoints of what torch.compile(model, backend="freescale") returned
     torch.library lowerings         those of freescale's own ops (kernels/ops/schemas.py)
-    TorchRec's sharded collections  a forward that Dynamo can trace, taken where the trace is freescale's
-    TorchRec's KeyedOptimizer       whoever watches the tables is called before state is read or loaded
-    DistributedDataParallel         leaves the rows and states of freescale's own tables alone (runtime/tables/
-                                    sharded_embedding.py); refuses parameters that a graph averages (dense_gradients.py)
+    TorchRec's sharded collections  a forward that Dynamo can trace, used in freescale's traces
+    TorchRec's KeyedOptimizer       calls observers of the tables before state is read or loaded
+    DistributedDataParallel         ignores rows and states of freescale's own tables (runtime/tables/
+                                    sharded_embedding.py); rejects parameters that a graph averages (dense_gradients.py)
 
-These reach other models too, and change no result:
+These affect other models too, and change no result:
 
-    ShardedModule.__init__          after freescale has left a module to TorchRec's own code, the code that calls it is
-                                    traced anew, for every backend that has compiled it (torchrec_support.py)
-    Grid2DWithYZOverflow.generate   torch 2.11 and 2.12: torch's own repair, in 2.13, of launches that divide by zero
+    ShardedModule.__init__          when freescale leaves a module to TorchRec's own code, its callers are traced again,
+                                    for every backend that compiled them (torchrec_support.py)
+    Grid2DWithYZOverflow.generate   torch 2.11 and 2.12: the fix from 2.13 for launches that divide by zero
                                     (backports.py)
 """
 
@@ -35,7 +35,7 @@ from freescale.runtime.tables import torchrec_collection, torchrec_patch
 
 
 def install(backend: Callable[..., Any]) -> config.Config:
-    """Return the flags of the process. `backend`: the function behind the name."""
+    """Return the flags of the process. `backend`: the function registered under the name."""
     logs.log_once("freescale")
     try:
         cfg = config.load()

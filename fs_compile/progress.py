@@ -1,7 +1,7 @@
-"""Reports that graphs are being compiled: a line when one begins, every 30 s while it lasts, and when it is done.
+"""Progress messages of compilation: a line at the start, every 30 s, and at the end.
 
-The lines go to the log where that is on, and otherwise to standard error of rank 0, a terminal or not: a batch job and
-a notebook show nothing else in that time. FREESCALE_PROGRESS=0 turns the lines on standard error off.
+The lines go to the log if it is on, otherwise to standard error of rank 0, including in batch jobs and notebooks, which
+show nothing else meanwhile. FREESCALE_PROGRESS=0 turns the lines on standard error off.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 log = logging.getLogger(__name__)
-_CLEAR = "\r\x1b[K"  # the line of a progress bar, which will be drawn again
+_CLEAR = "\r\x1b[K"  # clears the line of a progress bar, which will be redrawn
 _REPEAT_EVERY = 30.0  # seconds
 
 
 def say(words: str, printed: bool = True) -> None:
     log.info(words)
     if printed and not log.isEnabledFor(logging.INFO) and _is_rank_0():
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a closed pipe, or none, stops no compilation
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a closed or missing pipe must not stop it
             print(f"{_CLEAR if sys.stderr.isatty() else ''}freescale: {words}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def repeating(words: str, printed: bool = True) -> Iterator[None]:
-    """Report again and again that something is still at work."""
+    """Report repeatedly that work is in progress."""
     done, began = threading.Event(), time.monotonic()
 
     def repeat() -> None:

@@ -1,4 +1,4 @@
-"""What freescale did in this process so far, as plain numbers."""
+"""What freescale did in this process, as plain numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from freescale.compat import dynamo
 def report() -> dict[str, Any]:
     """Graphs, recompilations, graph breaks and exchanges of this process.
 
-    A graph that came out of torch's cache (`graphs_from_cache`) was not passed over again: its exchanges, and what was
-    refused, are those of when it was compiled, kept beside torch's cache on the disk. Where that is missing, as after a
-    hit in a remote cache, they are not counted. DDP's wrapper, which Dynamo cannot trace, breaks the graph around the
-    model but not inside it; those breaks are counted apart.
+    The passes do not run again for a graph loaded from torch's cache (`graphs_from_cache`): its exchanges, and passes
+    that did not apply, come from the record stored next to torch's cache. If that is missing, as after a hit in a
+    remote cache, they are not counted. DDP's wrapper, which Dynamo cannot trace, breaks the graph around the model but
+    not inside it; those breaks are counted separately.
     """
     from freescale.backend import COMPILED
     from freescale.driver import REPORT

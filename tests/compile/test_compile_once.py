@@ -133,7 +133,7 @@ def test_nobody_waits_for_ever(_own_folder, caplog):
         thread, began = _in_thread("a", 0.2)
         thread.join(30)
         assert began
-    assert "still compiles the same graph after 0 s; no longer waiting" in caplog.text
+    assert "is still compiling the same graph after 0 s; no longer waiting" in caplog.text
 
 
 def test_a_head_start_ends_when_another_has_begun_or_it_was_long_enough(_own_folder, monkeypatch):

@@ -129,11 +129,11 @@ def test_passes_as_a_list_in_options(abc):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a,-b", "FREESCALE_PASSES mixes passes to run and passes to leave out: 'a,-b'"),
+        ("a,-b", "FREESCALE_PASSES mixes passes to run and passes to omit: 'a,-b'"),
         ("d", "FREESCALE_PASSES names an unknown pass 'd'; the passes are a, b, x, c"),
         ("-d", "FREESCALE_PASSES names an unknown pass 'd'; the passes are a, b, x, c"),
-        ("all,a", "FREESCALE_PASSES: beside all stand only x: 'all,a'"),
-        ("-all", "FREESCALE_PASSES: beside all stand only x: '-all'"),
+        ("all,a", "FREESCALE_PASSES: all combines only with x: 'all,a'"),
+        ("-all", "FREESCALE_PASSES: all combines only with x: '-all'"),
     ],
 )
 def test_bad_list_of_passes_is_refused(abc, text: str, sentence: str):
@@ -145,7 +145,7 @@ def test_bad_list_of_passes_is_refused(abc, text: str, sentence: str):
 LOSSY = {"FREESCALE_PASSES": "all,compress_exchange"}
 WIRES = "FREESCALE_WIRE must be one of fp32, fp16, bf16, fp8"
 FORM = "FREESCALE_COMPRESS must be rows:SHARE, dense:SHARE or both, then which=background or which=all"
-NAME_IT = "is for the pass compress_exchange, which nothing but its name switches on: set FREESCALE_PASSES="
+NAME_IT = "is for the pass compress_exchange, which is opt-in: set FREESCALE_PASSES="
 
 
 def test_all_leaves_the_lossy_pass_out():
@@ -183,24 +183,24 @@ def test_what_compression_is_asked_for(text: str, wire: str, asked: config.Compr
         ({"COMPRESS": "rows"}, f"{FORM}, found 'rows'"),
         ({"COMPRESS": "rows=0.1"}, f"{FORM}, found 'rows=0.1'"),
         ({"COMPRESS": "rows:0.1,which=urgent"}, f"{FORM}, found 'which=urgent'"),
-        ({"COMPRESS": "rows:0.1,rows:0.2"}, "FREESCALE_COMPRESS says rows twice: 'rows:0.1,rows:0.2'"),
+        ({"COMPRESS": "rows:0.1,rows:0.2"}, "FREESCALE_COMPRESS sets rows twice: 'rows:0.1,rows:0.2'"),
         ({"WIRE": "fp4"}, f"{WIRES}, found 'fp4'"),
-        ({"COMPRESS": "rows:lossless,rows:0.1"}, "FREESCALE_COMPRESS says rows twice: 'rows:lossless,rows:0.1'"),
+        ({"COMPRESS": "rows:lossless,rows:0.1"}, "FREESCALE_COMPRESS sets rows twice: 'rows:lossless,rows:0.1'"),
         ({"COMPRESS": "dense:lossless"}, "FREESCALE_COMPRESS: the share in 'dense:lossless' must be a number"),
-        ({"COMPRESS": "rows:lossless", "WIRE": "fp8"}, "FREESCALE_COMPRESS=rows:lossless picks values of rows and "
-         "FREESCALE_WIRE=fp8 rounds them; rows can have one of the two"),
+        ({"COMPRESS": "rows:lossless", "WIRE": "fp8"}, "FREESCALE_COMPRESS=rows:lossless selects values of rows and "
+         "FREESCALE_WIRE=fp8 rounds them; use only one of the two"),
         ({"WIRE": "stochastic"}, f"{WIRES}, found 'stochastic'"),
-        ({"COMPRESS": "rows:0.1", "WIRE": "bf16,stochastic"}, "FREESCALE_COMPRESS=rows:0.1 picks values of rows and "
-         "FREESCALE_WIRE=bf16,stochastic rounds them; rows can have one of the two"),
+        ({"COMPRESS": "rows:0.1", "WIRE": "bf16,stochastic"}, "FREESCALE_COMPRESS=rows:0.1 selects values of rows and "
+         "FREESCALE_WIRE=bf16,stochastic rounds them; use only one of the two"),
         ({"COMPRESS": "rows:0.1", "PASSES": "all"}, f"FREESCALE_COMPRESS {NAME_IT}all,compress_exchange"),
         ({"WIRE": "fp16", "PASSES": "all"}, f"FREESCALE_WIRE {NAME_IT}all,compress_exchange"),
         ({"WIRE": "fp16", "PASSES": "split_exchanges"}, f"FREESCALE_WIRE {NAME_IT}...,compress_exchange"),
-        ({"COMPRESS": "rows:0.1", "WIRE": "fp16"}, "FREESCALE_COMPRESS=rows:0.1 picks values of rows and "
-         "FREESCALE_WIRE=fp16 rounds them; rows can have one of the two"),
-        ({"COMPRESS": "dense:0.1"}, "FREESCALE_COMPRESS=dense:0.1: dense gradients are compressed where the graph "
-         "averages them; set FREESCALE_DENSE=allreduce"),
-        ({"STRICT": "1"}, "strict refuses a lossy pass without an explicit ratio: set FREESCALE_COMPRESS or "
-         "FREESCALE_WIRE, or leave compress_exchange out of FREESCALE_PASSES"),
+        ({"COMPRESS": "rows:0.1", "WIRE": "fp16"}, "FREESCALE_COMPRESS=rows:0.1 selects values of rows and "
+         "FREESCALE_WIRE=fp16 rounds them; use only one of the two"),
+        ({"COMPRESS": "dense:0.1"}, "FREESCALE_COMPRESS=dense:0.1: dense gradients are only compressed if the "
+         "graph averages them; set FREESCALE_DENSE=allreduce"),
+        ({"STRICT": "1"}, "strict requires an explicit ratio for a lossy pass: set FREESCALE_COMPRESS or "
+         "FREESCALE_WIRE, or remove compress_exchange from FREESCALE_PASSES"),
     ],
 )  # fmt: skip
 def test_compression_that_is_refused(flags: dict[str, str], sentence: str):
@@ -233,7 +233,7 @@ def test_a_deprecated_value_is_replaced_with_one_warning(caplog, given: dict[str
         assert load(environ=old) == load(environ=new)
     assert load({k.removeprefix("FREESCALE_").lower(): v for k, v in old.items()}, {}) == load(environ=new)
     value, used = words.split("|")
-    said = f"FREESCALE_{value} is deprecated, and an error in the next release; used instead: {used}"
+    said = f"FREESCALE_{value} is deprecated and will be an error in the next release; using {used}"
     assert caplog.messages == [said]
 
 

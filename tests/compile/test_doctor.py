@@ -64,8 +64,8 @@ def test_words(doctors):
     assert "gloo: yes" in lines
     assert "c10d: yes" in lines
     if torch.cuda.device_count() == 0:
-        assert "staged: no: it copies between GPUs, and there is none" in lines
-        assert "nixl: no: it copies between GPUs, and there is none" in lines
+        assert "staged: no: it copies between GPUs, and no GPU was found" in lines
+        assert "nixl: no: it copies between GPUs, and no GPU was found" in lines
     else:
         assert "staged: yes" in lines
         assert ("nixl: yes" in lines) == (nixl.version() is not None)
@@ -114,7 +114,7 @@ def test_no_c_library(no_torchrec, monkeypatch, capsys, tmp_path):
     said = capsys.readouterr().out
     why = f"its C library is not in {tmp_path}: install freescale with pip, in a checkout with `pip install -e .`"
     assert f"library: no: {why}" in said
-    assert f"freescale's C library: {why}. Without it no batch can be planned, so no sharded table can be used." in said
+    assert f"freescale's C library: {why}. Sharded tables need it to plan batches." in said
 
 
 def test_torch_that_is_not_supported(no_torchrec, monkeypatch, capsys):
