@@ -132,8 +132,8 @@ def self_test() -> None:
     for library, released, names in _installed():
         gone = missing(names)
         if gone:
-            beside = "" if library == "torch" else f", beside torch {torch.__version__},"
-            raise RuntimeError(f"{library} {released}{beside} lacks what freescale uses of it: {', '.join(gone)}")
+            beside = "" if library == "torch" else f" (with torch {torch.__version__})"
+            raise RuntimeError(f"{library} {released}{beside} lacks names that freescale uses: {', '.join(gone)}")
     for behavior in (_order_at_the_end_of_a_backward_pass, _autograd_inside_op):
         behavior()
 

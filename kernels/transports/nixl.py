@@ -140,7 +140,7 @@ class NixlTransport(CopyTransport):
             for level in range(PRIORITY_LEVELS):
                 name = f"freescale-{secrets.token_hex(8)}"  # included in notifications
                 agents.append(nixl.Agent(name, address + layout.data_offset(level, False, 0), layout.level_bytes))
-        except Exception as error:  # noqa: BLE001  (the other ranks are to hear of it)
+        except Exception as error:  # noqa: BLE001  (reported to the other ranks)
             problem = f"{type(error).__name__}: {error}"
         places = _gather((problem, address, [(a.name, a.metadata()) for a in agents]), gloo_group)
         _raise_first(self.ranks, [problem for problem, _, _ in places])

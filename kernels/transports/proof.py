@@ -32,7 +32,7 @@ def open_proven(open_transport: Any, group: dist.ProcessGroup, device: torch.dev
     try:
         transport = open_transport()
         problem = find_problem(transport, group, device)
-    except Exception as error:  # noqa: BLE001  (the other ranks are to hear of it)
+    except Exception as error:  # noqa: BLE001  (reported to the other ranks)
         problem = str(error).removeprefix("freescale: ") or type(error).__name__
     said = [(problem, 0.0)] * group.size()
     dist.all_gather_object(said, (problem, time.monotonic() - begin), group=verdicts)

@@ -62,7 +62,7 @@ def test_self_test_finds_what_is_gone(monkeypatch):
     with pytest.raises(RuntimeError) as error:
         probes.self_test()
     gone = "torch._dynamo.OptimizedModule, torch.distributed.distributed_c10d._resolve_process_group"
-    assert str(error.value) == f"torch 2.13.0+cpu lacks what freescale uses of it: {gone}"
+    assert str(error.value) == f"torch 2.13.0+cpu lacks names that freescale uses: {gone}"
 
 
 def test_what_is_gone_of_a_library_names_its_version_and_that_of_torch(monkeypatch):
@@ -74,7 +74,7 @@ def test_what_is_gone_of_a_library_names_its_version_and_that_of_torch(monkeypat
     with pytest.raises(RuntimeError) as error:
         probes.self_test()
     found = str(error.value)
-    assert found.startswith("torchrec 1.") and f", beside torch {torch.__version__}, lacks " in found
+    assert found.startswith("torchrec 1.") and f" (with torch {torch.__version__}) lacks " in found
     assert "torchrec.distributed.embedding.ShardedEmbeddingCollection._device, " in found
     assert found.endswith("torchrec.distributed.embedding_lookup.GroupedEmbeddingsLookup") and "_env" not in found
 

@@ -103,7 +103,7 @@ def _thread_dies():
 
 def test_a_thread_that_dies_of_anything_is_an_error():
     other, own = run_ranks(_thread_dies, 2, timeout=60, expect_errors=True)
-    assert "freescale: nixl: rank 1 cannot go on: MemoryError: no room for a piece" in own
+    assert "freescale: nixl: rank 1 cannot continue: MemoryError: no room for a piece" in own
     assert "freescale: nixl: rank 0 cannot finish message 0 of priority 1: rank 1 is gone" in other
 
 

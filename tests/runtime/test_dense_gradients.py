@@ -401,7 +401,7 @@ def test_what_ddp_averages_is_left_to_it_with_one_sentence():
 
 def test_ddp_and_the_flag_together_are_an_error_under_strict():
     for error in run_ranks(_with_ddp_too, 2, True, False, expect_errors=True):
-        assert "to DistributedDataParallel, which is wrapped around them" in error
+        assert "to DistributedDataParallel, which averages their gradients" in error
 
 
 @thorough
