@@ -1,1 +1,1 @@
-"""What a record of training shows: text, pages, traces. Needs nothing but Python."""
+"""Views of a training record: text, HTML pages, traces. Pure Python, without torch."""

@@ -1,4 +1,4 @@
-"""`python -m freescale report` and `explain`. They exit with 1 if the command failed, with 2 if asked wrongly."""
+"""`python -m freescale report` and `explain`. Exit code 1: the command failed; 2: invalid arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from freescale.views.timeline import text_timeline
 def report(args: argparse.Namespace) -> int:
     try:
         if args.folder is None and args.profile is None:
-            raise records.RecordError("a folder with records is needed, or --profile FILE")
+            raise records.RecordError("expected a folder with records, or --profile FILE")
         found: dict[str, Any] = {}
         texts = []
         if args.folder is not None:
@@ -45,14 +45,14 @@ def report(args: argparse.Namespace) -> int:
 def explain(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        return _refuse("explain needs a command: python -m freescale explain -- torchrun train.py")
+        return _refuse("explain expects a command: python -m freescale explain -- torchrun train.py")
     with tempfile.TemporaryDirectory(prefix="freescale-explain-") as folder:
         try:
             code = subprocess.run(command, env=config.environment(record=folder), check=False).returncode
         except OSError as error:
-            return _refuse(f"{command[0]} cannot be run: {error.strerror or error}")
+            return _refuse(f"cannot run {command[0]}: {error.strerror or error}")
         if code:
-            print(f"freescale: {command[0]} ended with {code}; what was compiled until then:", file=sys.stderr)
+            print(f"freescale: {command[0]} exited with code {code}; compiled until then:", file=sys.stderr)
         try:
             run = records.read(folder)
         except records.RecordError:
@@ -83,15 +83,15 @@ def _range(text: str) -> tuple[int, int]:
     try:
         return int(first), int(last or first)
     except ValueError:
-        raise records.RecordError(f"--trace must be a step or two, as 7 or 5-9; found {text!r}") from None
+        raise records.RecordError(f"--trace must be a step or a range, such as 7 or 5-9; found {text!r}") from None
 
 
 def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text)
     except OSError as error:
-        raise records.RecordError(f"{path} cannot be written: {error.strerror or error}") from None
-    print(f"written: {path}", file=sys.stderr)
+        raise records.RecordError(f"cannot write {path}: {error.strerror or error}") from None
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def _finish(text: str, found: dict[str, Any], json_file: str | None) -> None:

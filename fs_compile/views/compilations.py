@@ -1,7 +1,7 @@
-"""Which graphs of a record belong together: the forward and the backward graph of one compilation.
+"""Group the graphs of a record by compilation: a forward and its backward graph.
 
-One with a backward graph is called train. One without is called eval: nothing was trained through it. Each has a
-timeline of its own, since a step never runs the forward graph of one and the backward graph of another.
+A compilation with a backward graph is called train, one without is called eval. Each has its own timeline, since a step
+never mixes graphs of two compilations.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def compilations(graphs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The graphs of each, by name and in order. The second compilation that trains is "train 2"."""
+    """The graphs of each compilation, by name and in order. The second one that trains is "train 2"."""
     together: dict[str, list[dict[str, Any]]] = {}
     for graph in graphs:
         together.setdefault(graph["compilation"], []).append(graph)
@@ -24,10 +24,10 @@ def compilations(graphs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
 
 
 def named_graphs(graphs: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Each with the name of its compilation, those of one compilation together."""
+    """Each graph with the name of its compilation, grouped by compilation."""
     return [(name, graph) for name, of_one in compilations(graphs).items() for graph in of_one]
 
 
 def lacks_late_gradients(timeline: list[dict[str, Any]]) -> bool:
-    """Of the traced batch: later ones send some."""
+    """Whether the traced batch has none; later batches send some."""
     return any(e["do"] == "launch" and e["priority"] == "late" and not e["bytes"] for e in timeline)

@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs no network: light and dark, plots inside."""
+"""A run as one self-contained HTML page with plots, light and dark."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from freescale.views.summary import CLASSES, graph_lines, head_lines, shown_part
 from freescale.views.text import MEANING, milliseconds, size
 from freescale.views.timeline import lanes_of_graphs
 
-_RANKS = 32  # bars that a page shows
-_POINTS = 400  # steps of a plot over time
+_RANKS = 32  # max bars
+_POINTS = 400  # max points of a plot over time
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c2024;--dim:#60666c;--paper:#fff;--line:#d4d8dc;--compute:#8fb4d9;
@@ -79,9 +79,9 @@ def _shares(s: dict[str, Any]) -> str:
     )  # fmt: skip
     chart = _key({part: MEANING[part] for part in parts}) + svg.stacked_bars(bars, "ms")
     return (
-        f"<h2>Where a step's time goes</h2><p>Median step {milliseconds(s['median_step_seconds'])}; the steps at the "
-        f"start, which compile, are left out. Means per rank.</p>{chart}"
-        f"<table>{rows}</table><p>Waited for, per step and rank, mean:</p><table>{waits}</table>"
+        f"<h2>Step time breakdown</h2><p>Median step {milliseconds(s['median_step_seconds'])}, excluding the first "
+        f"steps, which compile. Means per rank.</p>{chart}"
+        f"<table>{rows}</table><p>Waits per step and rank, mean:</p><table>{waits}</table>"
     )
 
 
@@ -110,7 +110,7 @@ def _traffic(s: dict[str, Any]) -> str:
         values = [(c, s["bytes_per_step"].get(f"{c} {payload}", 0.0) / unit) for c in CLASSES]
         bars.append((payload, values))
     shares = "".join(
-        f"<p>{share:.1%} of the unique rows of {escape(name)} were in the batch before.</p>"
+        f"<p>{share:.1%} of the unique rows of {escape(name)} were also in the previous batch.</p>"
         for name, share in s["collisions"].items()
     )
     chart = svg.stacked_bars(bars, f"{unit_name} received per step and rank")
@@ -120,11 +120,11 @@ def _traffic(s: dict[str, Any]) -> str:
 def _balance(s: dict[str, Any]) -> str:
     if (b := s["balance"]) is None:
         return ""
-    rows = [("before, by the cost", b["straggler_before"]), ("after, by the cost", b["straggler_after"])]
+    rows = [("before, predicted", b["straggler_before"]), ("after, predicted", b["straggler_after"])]
     if b["straggler_measured"] == b["straggler_measured"]:
         rows.append(("after, measured", b["straggler_measured"]))
     bars = svg.stacked_bars([(name, [("straggler", share * 100)]) for name, share in rows], "% of a step")
-    moved = f"{b['moved_samples']:.1f} samples, {size(b['moved_bytes'])} move per step."
+    moved = f"{b['moved_samples']:.1f} samples, {size(b['moved_bytes'])} moved per step."
     return f"<h2>Straggler share</h2>{bars}<p>{moved}</p>"
 
 
@@ -136,7 +136,7 @@ def _graphs(run: Run, s: dict[str, Any], open_texts: bool = False) -> str:
     for name, graphs in compilations(record.graph).items():
         if lanes := lanes_of_graphs(graphs):
             keys = {"compute": "compute, predicted", **{c: f"{c}, on the wire" for c in CLASSES}}
-            found.append(f"<p>{escape(name)}: two steps as predicted for the batch that was traced:</p>")
+            found.append(f"<p>{escape(name)}: two steps, predicted for the traced batch:</p>")
             found.append(_key(keys) + svg.lanes(lanes, "ms"))
     for (_, graph), entry in zip(named_graphs(record.graph), s["graphs"], strict=True):
         came, exchanges = graph_lines(entry)
@@ -157,7 +157,7 @@ def _launches(timeline: list[dict[str, Any]]) -> str:
         f"<tr><td>{escape(e['what'])}</td><td>{escape(e['kind'])}</td><td class='n'>{size(e['bytes'])}</td></tr>"
         for e in launches
     )
-    none_yet = "<p>The first step, which is traced, has no late gradients; later ones send some.</p>"
+    none_yet = "<p>The traced first step has no late gradients; later steps have some.</p>"
     note = none_yet if lacks_late_gradients(timeline) else ""
     head = "<tr><th>launch</th><th>kind</th><th class='n'>bytes in the traced batch</th></tr>"
     return f"<table>{head}{''.join(cells)}</table>{note}"

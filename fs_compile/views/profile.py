@@ -1,11 +1,10 @@
-"""Reads a trace of the torch profiler: how busy the compute stream is, and what it waits for when it is not.
+"""Analyze a torch profiler trace: how busy the compute stream is, and what it waits for when idle.
 
-The compute stream is the one with the most kernel time. Copies count as communication where they run on another stream
-(what `staged` and `peer` do), as do kernels of NCCL; tools that know kernels alone would call that time idle.
-Whatever the compute stream does not do is
+The compute stream is the one with the most kernel time. Copies on other streams count as communication (as `staged`
+uses them), as do NCCL kernels. Idle time of the compute stream is
 
     host      until the next kernel was launched
-    exposed   after that, while a copy or a kernel of NCCL is under way
+    exposed   after that, while a copy or an NCCL kernel is running
     gap       the rest: the device's own time between two kernels, and waiting for other ranks to send
 """
 
@@ -20,7 +19,7 @@ from freescale.views.records import RecordError
 
 _KERNEL, _COPIES = "kernel", ("gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
-_GAP = 2e-6  # seconds between two kernels that need no reason
+_GAP = 2e-6  # seconds; shorter gaps between two kernels are not attributed
 
 
 class Span(NamedTuple):
@@ -30,11 +29,11 @@ class Span(NamedTuple):
 
 
 def analyse(path: Path) -> dict[str, Any]:
-    """Shares of the time from the first to the last kernel of the compute stream, and seconds."""
+    """Seconds, and shares of the time from the compute stream's first kernel to its last."""
     events = _events(path)
     kernels = [e for e in events if e.get("cat") == _KERNEL]
     if not kernels:
-        raise RecordError(f"{path} has no kernels of a GPU (field 'cat'); profile with ProfilerActivity.CUDA")
+        raise RecordError(f"{path} has no GPU kernels (field 'cat'); profile with ProfilerActivity.CUDA")
     communication = [e for e in kernels if "nccl" in e["name"].lower()]
     by_stream: dict[Any, float] = {}
     for e in kernels:
@@ -70,7 +69,7 @@ def text_profile(found: dict[str, Any]) -> str:
     on = f"{found['kernels']} kernels on stream {found['stream']}"
     lines = [f"{found['file']}: {found['seconds'] * 1e3:.1f} ms, {on}"]
     lines += [f"  {label:24}{shares[name]:7.1%}" for name, label in rows.items()]
-    hidden = f"{found['communication_hidden']:.1%} of it under compute"
+    hidden = f"{found['communication_hidden']:.1%} overlapped with compute"
     lines.append(f"  communication takes {found['communication_seconds'] * 1e3:.1f} ms, {hidden}")
     return "\n".join(lines)
 
@@ -82,9 +81,9 @@ def _events(path: Path) -> list[dict[str, Any]]:
         events = data["traceEvents"] if isinstance(data, dict) else data
         return [e for e in events if e.get("ph") == "X" and "dur" in e]
     except OSError as error:
-        raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise RecordError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise RecordError(f"{path} is no trace of the torch profiler (JSON with the field 'traceEvents')") from None
+        raise RecordError(f"{path} is not a torch profiler trace (JSON with the field 'traceEvents')") from None
 
 
 def _stream(event: dict[str, Any]) -> Any:
@@ -108,7 +107,7 @@ def _union(spans: list[Span]) -> list[Span]:
 
 
 def _overlap(a: list[Span], b: list[Span]) -> float:
-    """Seconds in which both are under way; each without overlaps of its own, in order."""
+    """Seconds in which both are active. Spans within each list are sorted and do not overlap."""
     total, j = 0.0, 0
     for s in a:
         while j < len(b) and b[j].end <= s.begin:
@@ -121,7 +120,7 @@ def _overlap(a: list[Span], b: list[Span]) -> float:
 
 
 def _idle(compute: list[Span], launched: dict[int, float], travelling: list[Span]) -> dict[str, float]:
-    """Seconds in which the compute stream ran nothing, by why the next kernel had not begun."""
+    """Idle seconds of the compute stream, by cause."""
     found = {"exposed": 0.0, "host": 0.0, "gap": 0.0}
     until = compute[0].end
     for s in compute[1:]:

@@ -1,7 +1,7 @@
-"""Reads what FREESCALE_RECORD wrote: the ranks of one run.
+"""Read FREESCALE_RECORD files: the ranks of one run.
 
-A process that was killed leaves a last line that may be cut off; that line is left out. Any other line that cannot be
-read is an error that names file and line.
+A killed process may leave a truncated last line, which is skipped. Any other invalid line is an error that names file
+and line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from freescale.views.step_parts import MEETING, PARTS, straggling
 
-TICK = 1e-7  # seconds of a step's times in a record
+TICK = 1e-7  # seconds per unit of a step's times
 KINDS = ("start", "graph", "step", "plan", "balance", "end")
 _NEEDED = {
     "start": ("run", "rank", "world", "at"),
@@ -28,12 +28,12 @@ _NEEDED = {
 
 
 class RecordError(ValueError):
-    """A record that is not there, or that cannot be read."""
+    """A record is missing or cannot be read."""
 
 
 @dataclass
 class RankRecord:
-    """Of one rank: its lines by kind, in the order in which they were written."""
+    """The lines of one rank by kind, in file order."""
 
     path: Path
     start: dict[str, Any]
@@ -41,8 +41,8 @@ class RankRecord:
     step: list[dict[str, Any]] = field(default_factory=list)
     plan: list[dict[str, Any]] = field(default_factory=list)
     balance: list[dict[str, Any]] = field(default_factory=list)
-    end: list[dict[str, Any]] = field(default_factory=list)  # empty: the process was killed, or still runs
-    cut_off: bool = False  # the last line: the process was killed while it wrote
+    end: list[dict[str, Any]] = field(default_factory=list)  # empty: the process was killed or is still running
+    cut_off: bool = False  # the last line is truncated: the process was killed while writing
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Run:
         return [s for rank in self.ranks.values() for s in rank.step]
 
     def shared_steps(self) -> list[tuple[dict[str, Any], ...]]:
-        """The same step of each rank, of those that all ranks have recorded. Each loop counts its steps from 0."""
+        """For each step that all ranks have recorded, that step of each rank. Each loop counts its steps from 0."""
         if self.missing:
             return []
         by_rank: list[dict[tuple[Any, int], dict[str, Any]]] = []
@@ -73,7 +73,7 @@ class Run:
         return [(s, *(o[key] for o in others)) for key, s in first.items() if all(key in o for o in others)]
 
     def saved_by_balance(self) -> float:
-        """The share of a step that the rank with the most to do in it is busy longer than the mean rank."""
+        """Mean excess busy time of the busiest rank over the mean rank, as a share of the step."""
         shared = self.shared_steps()
         shared = shared[len(shared) - len(settled([steps[0] for steps in shared])) :]
         busy = [[_busy(s) for s in steps] for steps in shared]
@@ -82,7 +82,7 @@ class Run:
 
 
 def read(folder: str | Path, run: str | None = None) -> Run:
-    """The one run in a folder, or the one that is asked for."""
+    """The only run in a folder, or the requested one."""
     folder = Path(folder)
     if not folder.is_dir():
         raise RecordError(f"{folder} is not a folder")
@@ -107,8 +107,8 @@ def read(folder: str | Path, run: str | None = None) -> Run:
 
 
 def _tell_straggling(run: Run) -> None:
-    """Of what each rank has waited for others, how much was for one that had more to do. Steps of which not all ranks
-    have a record stay as their rank knew them."""
+    """Split each rank's waits for others into straggler and exposed time. Steps that some rank has not recorded keep
+    the values of their rank."""
     for steps in run.shared_steps():
         longest = max(_busy(s) for s in steps)
         for s in steps:
@@ -133,7 +133,7 @@ def read_rank(path: Path) -> RankRecord:
             if not isinstance(entry, dict):
                 raise ValueError
         except ValueError:
-            if number == len(lines) and record is not None:  # no newline behind it
+            if number == len(lines) and record is not None:  # without a trailing newline
                 record.cut_off = True
                 break
             raise RecordError(f"{path}, line {number}: not a line of a record: {line[:60]!r}") from None
@@ -153,15 +153,15 @@ def read_rank(path: Path) -> RankRecord:
 def _check(path: Path, number: int, entry: dict[str, Any]) -> None:
     kind = entry.get("kind")
     if kind not in KINDS:
-        raise RecordError(f"{path}, line {number}: field 'kind' is {kind!r}; known are {', '.join(KINDS)}")
+        raise RecordError(f"{path}, line {number}: field 'kind' is {kind!r}; expected one of {', '.join(KINDS)}")
     for name in _NEEDED[kind]:
         if name not in entry:
-            raise RecordError(f"{path}, line {number}: a line of kind {kind!r} lacks the field {name!r}")
+            raise RecordError(f"{path}, line {number}: a line of kind {kind!r} is missing the field {name!r}")
 
 
 def _unpacked(path: Path, number: int, step: dict[str, Any]) -> dict[str, Any]:
-    """As `freescale.meter.steps` has it, with `launches` in seconds: (label, launched, wait began, wait ended, bytes,
-    exposed)."""
+    """The step as in `freescale.meter.steps`, with `launches` in seconds: (label, launched, wait began, wait ended,
+    bytes, exposed)."""
     launches: list[tuple[Any, ...]] = []
     waits: dict[str, float] = {}
     sizes: dict[str, int] = {}
@@ -174,7 +174,7 @@ def _unpacked(path: Path, number: int, step: dict[str, Any]) -> dict[str, Any]:
         waits[label] = waits.get(label, 0.0) + exposed * TICK
         sizes[label] = sizes.get(label, 0) + size
         flight[label] = flight.get(label, 0.0) + flew * TICK
-    waits |= step.get("waits", {})  # of a GPU, as far as it stood still meanwhile
+    waits |= step.get("waits", {})  # on a GPU, scaled to the stream's idle time
     return {**step, "launches": launches, "waits": waits, "bytes": sizes, "flight": flight}
 
 
@@ -189,7 +189,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def settled(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the steps at the start, which compile."""
+    """Exclude the first steps, which compile."""
     if len(steps) < 3:
         return steps
     typical = median(s["seconds"] for s in steps)

@@ -1,4 +1,4 @@
-"""The numbers of a run that both the text and the page show."""
+"""The figures of a run that text and page show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLASSES = ("urgent", "early", "late", "dense")
 
 
 def summarize(run: Run) -> dict[str, Any]:
-    """As `report --json` writes it; times in seconds."""
+    """The contents of `report --json`; times in seconds."""
     ranks = {number: rank_summary(r) for number, r in sorted(run.ranks.items())}
     steps = [s for r in run.ranks.values() for s in settled(r.step)]
     whole = sum(s["seconds"] for s in steps)
@@ -41,23 +41,23 @@ def summarize(run: Run) -> dict[str, Any]:
 
 
 def shown_parts(s: dict[str, Any]) -> list[str]:
-    """Of a step. A CPU is never without work because of the host."""
+    """Parts of a step to show. `host_bound` is omitted on a CPU, where it does not occur."""
     return [part for part in PARTS if part != "host_bound" or s["device"] != "cpu" or s["shares"][part] > 0]
 
 
 def head_lines(s: dict[str, Any]) -> list[str]:
-    """What was recorded, and what of it is missing, in sentences."""
+    """What was recorded, and what is missing, as sentences."""
     lines = [f"{s['world']} ranks, {s['steps']} steps, torch {s['torch']}, {s['device']}."]
     if s["ranks_missing"]:
         lines.append(f"No record of rank {', '.join(map(str, s['ranks_missing']))}.")
     if len(s["not_ended"]) == s["ranks_recorded"]:
-        lines.append("No rank has ended by itself: killed, or still training.")
+        lines.append("No rank exited normally: killed, or still training.")
     elif s["not_ended"]:
-        lines.append(f"Rank {', '.join(map(str, s['not_ended']))} has not ended by itself: killed, or still training.")
+        lines.append(f"Rank {', '.join(map(str, s['not_ended']))} did not exit normally: killed, or still training.")
     if s["cut_off"]:
-        lines.append(f"The record of rank {', '.join(map(str, s['cut_off']))} ends in the middle of a line.")
+        lines.append(f"The record of rank {', '.join(map(str, s['cut_off']))} is truncated.")
     if not s["steps"]:
-        lines.append("No step has ended.")
+        lines.append("No step was completed.")
     return lines
 
 
@@ -69,7 +69,7 @@ def rank_summary(rank: RankRecord) -> dict[str, Any]:
 
 
 def _waits(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean seconds per step and rank, by what was waited for, the longest first."""
+    """Mean seconds per step and rank by cause of the wait, longest first."""
     names = dict.fromkeys(name for s in steps for name in s["waits"])
     waits = {name: mean(s["waits"].get(name, 0.0) for s in steps) for name in names}
     return dict(sorted(waits.items(), key=lambda item: -item[1]))
@@ -87,7 +87,7 @@ def _bytes(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _collisions(rank: RankRecord) -> dict[str, float]:
-    """Of each exchange: which share of a batch's unique rows was in the batch before."""
+    """Per exchange, the share of a batch's unique rows that were also in the previous batch."""
     found: dict[str, list[float]] = {}
     for plan in rank.plan:
         if plan.get("unique_rows"):
@@ -109,7 +109,7 @@ def _balance(rank: RankRecord) -> dict[str, float] | None:
 
 
 def _graph(run: Run, name: str, graph: dict[str, Any]) -> dict[str, Any]:
-    """Of a rank, and on how many it was compiled: where ranks share a cache, one does it for the others."""
+    """One graph, and the number of ranks that compiled it: with a shared cache, one rank compiles for all."""
     of_all = [g for r in run.ranks.values() for g in r.graph]
     same = [g for g in of_all if all(g[k] == graph[k] for k in ("compilation", "direction"))]
     entry = {k: graph[k] for k in ("direction", "exchanges", "sites", "refused", "seconds", "from_cache")}
@@ -118,7 +118,7 @@ def _graph(run: Run, name: str, graph: dict[str, Any]) -> dict[str, Any]:
 
 
 def graph_lines(g: dict[str, Any]) -> tuple[str, str]:
-    """Where a graph came from, and how many exchanges it has, in words."""
+    """How a graph was obtained, and its number of exchanges, as text."""
     came = "compiled" if g["compiled_on"] else "loaded from torch's cache"
     if 0 < g["compiled_on"] < g["of_ranks"]:
         came = f"compiled on {g['compiled_on']} of {g['of_ranks']} ranks, loaded from torch's cache on the others,"
@@ -127,5 +127,5 @@ def graph_lines(g: dict[str, Any]) -> tuple[str, str]:
 
 def exchanges_in_words(g: dict[str, Any]) -> str:
     if not g["sites"]:
-        return "no passes, so its exchanges were not looked for"
+        return "passes are off, exchanges were not counted"
     return f"{g['exchanges']} exchange{'s' * (g['exchanges'] != 1)}"

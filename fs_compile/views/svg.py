@@ -1,4 +1,4 @@
-"""Small charts as SVG text; colours are CSS classes of the page around them."""
+"""Small charts as SVG text. Colors are CSS classes of the surrounding page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stacked_bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: 
 def stacked_area(
     layers: Sequence[tuple[str, Sequence[float]]], unit: str, ends: tuple[str, str], width: int = 900, height: int = 220
 ) -> str:
-    """Layers over time: (class, values), the lowest first; `ends`: what the first and the last value belong to."""
+    """Layers over time: (class, values), lowest first. `ends`: labels of the first and last value."""
     count = len(layers[0][1]) if layers else 0
     if not count:
         return ""

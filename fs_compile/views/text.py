@@ -8,13 +8,13 @@ from freescale.views.summary import graph_lines, head_lines, shown_parts
 
 MEANING = {
     "compute": "compute",
-    "exposed": "waited for rows or gradients",
-    "loader": "waited for the loader or the planner",
-    "straggler": "waited for a rank with more to do",
-    "host_bound": "GPU without work before the model",
+    "exposed": "waiting for rows or gradients",
+    "loader": "waiting for the loader or the planner",
+    "straggler": "waiting for a rank with more work",
+    "host_bound": "GPU idle before the model call",
 }
-_BAR = 40  # characters of a whole step
-_RANKS = 16  # that a terminal shows
+_BAR = 40  # characters for a whole step
+_RANKS = 16  # max ranks to show
 
 
 def milliseconds(seconds: float) -> str:
@@ -40,7 +40,7 @@ def _where(s: dict[str, Any]) -> str:
     if not s["steps"]:
         return ""
     median = milliseconds(s["median_step_seconds"])
-    lines = [f"where a step's time goes, mean of ranks and steps (median step {median}; steps that compile left out)"]
+    lines = [f"step time breakdown, mean over ranks and steps (median step {median}; excluding steps that compile)"]
     for part in shown_parts(s):
         share = s["shares"][part]
         lines.append(f"  {MEANING[part]:38}{share:7.1%}  {'#' * round(share * _BAR)}")
@@ -53,7 +53,7 @@ def _ranks(s: dict[str, Any]) -> str:
     if not s["steps"]:
         return ""
     parts = shown_parts(s)
-    lines = ["of each rank: the median step, and the mean of each of its parts"]
+    lines = ["per rank: the median step, and the mean of each part"]
     lines.append(f"{'rank':>6}{'steps':>7}{'median step':>13}" + "".join(f"{part:>12}" for part in parts))
     ranks = sorted(s["ranks"].items(), key=lambda item: -item[1]["compute"])
     shown = sorted(ranks[:_RANKS])
@@ -61,7 +61,7 @@ def _ranks(s: dict[str, Any]) -> str:
         cells = "".join(f"{milliseconds(r[part]):>12}" for part in parts)
         lines.append(f"{number:>6}{r['steps']:>7}{milliseconds(r['median_step_seconds']):>13}{cells}")
     if len(ranks) > len(shown):
-        lines.append(f"  and {len(ranks) - len(shown)} more ranks, which compute less")
+        lines.append(f"  and {len(ranks) - len(shown)} more ranks with less compute")
     return "\n".join(lines)
 
 
@@ -70,7 +70,7 @@ def _traffic(s: dict[str, Any]) -> str:
     if lines:
         lines.insert(0, "received per step and rank, mean")
     for name, share in s["collisions"].items():
-        lines.append(f"  {share:.1%} of the unique rows of {name} were in the batch before")
+        lines.append(f"  {share:.1%} of the unique rows of {name} were also in the previous batch")
     return "\n".join(lines)
 
 
@@ -79,8 +79,8 @@ def _balance(s: dict[str, Any]) -> str:
         return ""
     measured = "" if b["straggler_measured"] != b["straggler_measured"] else f", measured {b['straggler_measured']:.1%}"
     return (
-        f"balance: straggler share {b['straggler_before']:.1%} before, {b['straggler_after']:.1%} after by the cost"
-        f"{measured}; {b['moved_samples']:.1f} samples and {size(b['moved_bytes'])} move per step"
+        f"balance: straggler share {b['straggler_before']:.1%} before, {b['straggler_after']:.1%} after (predicted)"
+        f"{measured}; {b['moved_samples']:.1f} samples and {size(b['moved_bytes'])} moved per step"
     )
 
 

@@ -1,7 +1,7 @@
-"""The predicted timeline of a compilation: when compute blocks run and chunks are on the wire, by a graph's own order.
+"""The predicted timeline of a compilation: when compute blocks run and messages are on the wire, in graph order.
 
-What is predicted is what the passes placed launches by. Urgent chunks and dense gradients have the wire of the training
-group, early and late ones that of the background group; on each, one follows the other.
+Uses the times by which the passes placed launches. Urgent messages and dense gradients use the training group's wire,
+early and late ones the background group's; messages on one wire are serialized.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Blocks = dict[str, list[tuple[float, float, str, str]]]
 
 
 class _Clock:
-    """Replays a graph's order: the time of the compute, of the two wires, and when each chunk arrives."""
+    """Replays a graph's order: tracks compute time, the two wires, and each message's arrival."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -42,7 +42,7 @@ class _Clock:
 
 
 def predict(graphs: list[dict[str, Any]], steps: int = 2) -> tuple[Blocks, float, float]:
-    """Blocks by lane, seconds, and of those exposed, of `steps` steps of one compilation's graphs."""
+    """Blocks by lane, total seconds and exposed seconds of `steps` steps of one compilation's graphs."""
     by_direction = {g["direction"]: g["timeline"] for g in graphs if g.get("timeline")}
     clock = _Clock()
     for step in range(steps if by_direction else 0):
@@ -52,7 +52,7 @@ def predict(graphs: list[dict[str, Any]], steps: int = 2) -> tuple[Blocks, float
 
 
 def lanes_of_graphs(graphs: list[dict[str, Any]]) -> list[tuple[str, list[tuple[float, float, str, str]]]]:
-    """Of one compilation, in milliseconds, for a picture; empty where no graph has a timeline."""
+    """Lanes of one compilation in milliseconds, for a plot; empty if no graph has a timeline."""
     blocks, _, _ = predict(graphs)
     if not any(blocks.values()):
         return []
@@ -61,7 +61,7 @@ def lanes_of_graphs(graphs: list[dict[str, Any]]) -> list[tuple[str, list[tuple[
 
 
 def text_timeline(graphs: list[dict[str, Any]]) -> str:
-    """Each graph's order, in words, and what is predicted of each compilation."""
+    """Each graph's order as text, and the prediction for each compilation."""
     return "\n".join(line for name, of_one in compilations(graphs).items() for line in _text_lines(name, of_one))
 
 
@@ -76,13 +76,13 @@ def _text_lines(name: str, graphs: list[dict[str, Any]]) -> list[str]:
                 what = f"wait for {e['what']}"
             else:
                 nodes = f"{e['nodes']} node{'s' * (e['nodes'] != 1)}"
-                what = f"  compute {e['seconds'] * 1e3:.4f} ms: {nodes}, the longest {e['what']}"
+                what = f"  compute {e['seconds'] * 1e3:.4f} ms: {nodes}, longest {e['what']}"
             lines.append(f"  {what}")
         lines += [f"  {why}" for why in g["refused"]]
     _, seconds, exposed = predict(graphs, 1)
     if seconds:
         if any(lacks_late_gradients(g.get("timeline", [])) for g in graphs):
-            lines.append("(the first step, which is traced, has no late gradients; later ones send some)")
-        times = f"{seconds * 1e3:.4g} ms a step, {exposed * 1e3:.4g} exposed"
+            lines.append("(the traced first step has no late gradients; later steps have some)")
+        times = f"{seconds * 1e3:.4g} ms per step, {exposed * 1e3:.4g} ms exposed"
         lines.append(f"{name}, predicted for the traced batch: {times}")
     return lines

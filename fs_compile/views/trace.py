@@ -1,4 +1,4 @@
-"""Chosen steps of a run as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Selected steps of a run as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from freescale.views.records import RecordError, Run
 
 
 def trace(run: Run, first: int, last: int) -> dict[str, Any]:
-    """A process per rank; a thread for its steps and waits, one for each class of message."""
+    """One process per rank, with a thread for steps, one for waits, and one per message class."""
     events: list[dict[str, Any]] = []
     zero = min((s["at"] for s in run.steps()), default=0.0)
     found = False

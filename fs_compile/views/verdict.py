@@ -1,7 +1,7 @@
-"""The report's first sentences: how long ranks waited, mostly for what and where, what was hidden, and what to try.
+"""The report's first sentences: how long ranks waited, the main cause and rank, what was hidden, and what to try.
 
-All of it is measured, over the steps of all ranks but those at the start that compile. A rank that waits for rows or
-gradients waits for the link, or for a rank that sends them late since it has more to do: the latter is `straggler`.
+All of it is measured, over all ranks' steps except the first ones, which compile. A rank that waits for rows or
+gradients waits for the link, or for a rank that sends late because it has more work: the latter is `straggler`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 from freescale.views.records import Run, mean, settled
 from freescale.views.step_parts import LOADER, MEETING, PLANNER
 
-HIDDEN = 50e-6  # seconds: a message for which compute stood still no longer was there when it was needed
-_LITTLE = 0.02  # of a step: no advice below
-_UNEVEN = 0.05  # of a step: what balancing must promise to be advised
+HIDDEN = 50e-6  # seconds: a message with a shorter wait counts as hidden
+_LITTLE = 0.02  # share of a step: no advice below
+_UNEVEN = 0.05  # share of a step: balancing is advised above this gain
 _WORDS = {
     LOADER: "the loader",
     PLANNER: "planning",
-    "straggler": "a rank that has more to do",
-    "host_bound": "the host, which left the GPU without work before the model",
+    "straggler": "a rank with more work",
+    "host_bound": "the host, which left the GPU idle before the model call",
 }
 
 
 def verdict(run: Run, s: dict[str, Any]) -> list[str]:
-    """Sentences; none where no step has ended."""
+    """Sentences; empty if no step was completed."""
     if not s["steps"]:
         return []
     waiting = 1.0 - s["shares"]["compute"]
@@ -40,22 +40,22 @@ def verdict(run: Run, s: dict[str, Any]) -> list[str]:
             longest = max(shares, key=shares.__getitem__)
             found[0] += f" (rank {longest} longest: {shares[longest]:.1%})"
     if (share := hidden_share(run)) is not None:
-        found.append(f"{share:.0%} of the received bytes were there before they were needed")
+        found.append(f"{share:.0%} of the received bytes arrived before they were needed")
     if waiting >= _LITTLE and (advice := _advice(run, s, cause)):
         found.append(advice)
     return [f"{sentence}." for sentence in found]
 
 
 def hidden_share(run: Run) -> float | None:
-    """Of the bytes of all launches, those of launches that nobody waited for longer than HIDDEN."""
+    """The share of received bytes whose launches were not waited for longer than HIDDEN."""
     launches = [x for r in run.ranks.values() for step in settled(r.step) for x in step["launches"]]
     total = sum(size for *_, size, _ in launches)
     return sum(size for *_, size, exposed in launches if exposed <= HIDDEN) / total if total else None
 
 
 def _waits(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean seconds of a rank's step by what was waited for, all tables together. Waits for rows and gradients count
-    without the time in which another rank had more to do."""
+    """Mean seconds per step of a rank by cause of the wait, over all tables. Waits for rows and gradients exclude
+    straggler time."""
     waits: dict[str, float] = {}
     for step in steps:
         travelled = {name: seconds for name, seconds in step["waits"].items() if name not in (LOADER, PLANNER, MEETING)}
@@ -69,17 +69,17 @@ def _waits(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 def _advice(run: Run, s: dict[str, Any], cause: str) -> str:
     if cause == "loader":
-        return "Try more workers in the loader"
+        return "Try more data loader workers"
     if cause == "planner":
-        return "Try to leave more CPU cores to the planning thread"
+        return "Try to leave more CPU cores for the planning thread"
     if cause == "host_bound":
-        return "Try `python -m freescale report --profile` on a trace of torch.profiler"
+        return "Try `python -m freescale report --profile` on a torch.profiler trace"
     if s["balance"] is None and (saved := run.saved_by_balance()) > _UNEVEN:
-        return f"Try LookaheadLoader(balance=True): with the same work on every rank a step is {saved:.0%} shorter"
+        return f"Try LookaheadLoader(balance=True): with equal work on all ranks, a step would be {saved:.0%} shorter"
     if cause == "straggler":
-        return "Compare what the ranks compute, below"
+        return "Compare the compute of the ranks below"
     if not any(r.plan for r in run.ranks.values()):
         return "Try a LookaheadLoader, which sends rows early and gradients late"
     if cause.startswith("dense"):
-        return "Try FREESCALE_DENSE=allreduce, or other buckets (docs/dense.md)"
+        return "Try FREESCALE_DENSE=allreduce, or another bucket size (docs/dense.md)"
     return "Try another transport (docs/transports.md) or sending less (docs/compress.md)"

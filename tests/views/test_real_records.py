@@ -77,7 +77,7 @@ def test_two_collections(trained):
     for words in ("forward graph", "9 exchanges", "backward graph", "3 exchanges", "unique rows of ebc.table_wise"):
         assert words in said and words in made
     assert said.startswith("Ranks waited ") and f"<b>{' '.join(found['verdict'])}</b>" in made
-    assert "GPU without work" not in said and "GPU without work" not in made
+    assert "GPU idle" not in said and "GPU idle" not in made
     assert "urgent rows of ec.row_wise" in timeline.text_timeline(records.read(trained).ranks[0].graph)
     assert "kB received per step and rank" in made  # some hundred bytes are not 0.000 MB
 
@@ -119,7 +119,7 @@ def test_passes_off(tmp_path):
     found, said, made = shown(tmp_path)
     assert found["waits"]["urgent rows of ec.row_wise"] > 0
     for words in (said, made, timeline.text_timeline(records.read(tmp_path).ranks[0].graph)):
-        assert "no passes, so its exchanges were not looked for" in words and "0 exchanges" not in words
+        assert "passes are off, exchanges were not counted" in words and "0 exchanges" not in words
 
 
 @pytest.mark.thorough
@@ -130,4 +130,4 @@ def test_a_killed_rank(tmp_path):
     found, said, made = shown(tmp_path)
     assert found["ranks"][1]["steps"] == STEPS and found["not_ended"] == [1]
     for words in (said, made):
-        assert "Rank 1 has not ended by itself: killed, or still training." in words
+        assert "Rank 1 did not exit normally: killed, or still training." in words

@@ -68,11 +68,11 @@ def test_sums(folder):
 
 def test_text_says_what_matters(folder):
     said = text.text_report(summary.summarize(records.read(folder)))
-    for words in ("2 ranks, 4 steps", "waited for rows or gradients", "urgent rows of item", "before, 10.0% after",
+    for words in ("2 ranks, 4 steps", "waiting for rows or gradients", "urgent rows of item", "before, 10.0% after",
                   "train, backward graph, loaded from torch's cache", "30.0% of the unique rows", "median step"):  # fmt: skip
         assert words in said
-    assert "GPU without work" not in said and "host_bound" not in said
-    assert "GPU without work" not in page.page(records.read(folder))
+    assert "GPU idle" not in said and "host_bound" not in said
+    assert "GPU idle" not in page.page(records.read(folder))
 
 
 def verdict_of(tmp_path: Path, *of_ranks: list, **more) -> str:
@@ -89,12 +89,12 @@ def test_verdict(tmp_path):
     """Rank 1 waits 40 of 100 ms for urgent rows, rank 0 waits 10, and is busy 30 ms longer. All bytes are waited for."""
     steps = [[step(i, exposed=exposed) for i in range(4)] for exposed in (0.01, 0.04)]
     assert verdict_of(tmp_path, *steps, also=[PLAN]) == (
-        "Ranks waited 25.0% of the time, mostly for a rank that has more to do (rank 1 longest: 30.0%).\n"
-        "0% of the received bytes were there before they were needed.\n"
-        "Try LookaheadLoader(balance=True): with the same work on every rank a step is 15% shorter."
+        "Ranks waited 25.0% of the time, mostly for a rank with more work (rank 1 longest: 30.0%).\n"
+        "0% of the received bytes arrived before they were needed.\n"
+        "Try LookaheadLoader(balance=True): with equal work on all ranks, a step would be 15% shorter."
     )
     said = verdict_of(tmp_path, *steps, also=[PLAN, MOVED])
-    assert "Compare what the ranks compute" in said and "balance=True" not in said
+    assert "Compare the compute of the ranks" in said and "balance=True" not in said
     even = [[step(i, exposed=0.03) for i in range(4)]] * 2
     said = verdict_of(tmp_path, *even, also=[PLAN])
     assert "mostly for urgent rows (rank 0 longest: 30.0%)" in said and "Try another transport" in said
@@ -109,7 +109,7 @@ def test_verdict(tmp_path):
     ("parts", "words"),
     [
         ({"loader": 0.04, "exposed": 0.01}, "50.0% of the time, mostly for the loader (rank 0 longest: 40.0%)."),
-        ({"host_bound": 0.03, "exposed": 0.02}, "mostly for the host, which left the GPU without work"),
+        ({"host_bound": 0.03, "exposed": 0.02}, "mostly for the host, which left the GPU idle"),
         ({"loader": 0.02, "exposed": 0.015, "host_bound": 0.015}, "50.0% of the time, the largest part for the loader"),
     ],
 )
@@ -123,14 +123,14 @@ def test_verdict_where_little_is_waited_for(tmp_path):
     said = verdict_of(tmp_path, [step(i, exposed=4e-5) for i in range(4)])
     assert said.splitlines() == [
         "Ranks waited 0.0% of the time, mostly for urgent rows.",
-        "100% of the received bytes were there before they were needed.",
+        "100% of the received bytes arrived before they were needed.",
     ]
 
 
 def test_gpu_without_work_is_shown_where_it_was_measured(tmp_path):
     write(tmp_path, world=1, lines=[step(i, host_bound=0.03) for i in range(4)])
     said = text.text_report(summary.summarize(records.read(tmp_path)))
-    assert "host_bound" in said and "GPU without work before the model" in said
+    assert "host_bound" in said and "GPU idle before the model call" in said
 
 
 def test_training_and_evaluation_have_timelines_of_their_own(tmp_path):
@@ -142,10 +142,10 @@ def test_training_and_evaluation_have_timelines_of_their_own(tmp_path):
     assert [line.partition(" graph")[0] for line in said.splitlines() if "exchange" in line] == [
         "train, forward", "train, backward", "eval, forward", "eval 2, forward",
     ]  # fmt: skip
-    assert "train, predicted for the traced batch: 8 ms a step, 2 exposed" in said
-    assert "eval, predicted for the traced batch: 2 ms a step, 0 exposed" in said
+    assert "train, predicted for the traced batch: 8 ms per step, 2 ms exposed" in said
+    assert "eval, predicted for the traced batch: 2 ms per step, 0 ms exposed" in said
     made = page.explain_page(run)
-    assert made.count("<svg") == 3 and "eval: two steps as predicted" in made
+    assert made.count("<svg") == 3 and "eval: two steps, predicted" in made
 
 
 def test_page_needs_no_network_and_has_its_plots(folder):
@@ -176,13 +176,13 @@ def test_names_are_escaped(tmp_path):
 def test_a_run_without_steps(tmp_path):
     write(tmp_path, world=1, lines=[graph(exchanges=0, timeline=[], texts={})])
     run = records.read(tmp_path)
-    assert "No step has ended" in text.text_report(summary.summarize(run)) and "No step has ended" in page.page(run)
+    assert "No step was completed" in text.text_report(summary.summarize(run)) and "No step was completed" in page.page(run)
 
 
 def test_a_killed_rank_and_one_without_a_record(tmp_path):
     write(tmp_path, 1, lines=[step(0)], tail='{"kind": "step", "ste')
     said = text.text_report(summary.summarize(records.read(tmp_path)))
-    assert "No record of rank 0" in said and "rank 1 ends in the middle of a line" in said
+    assert "No record of rank 0" in said and "rank 1 is truncated" in said
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def test_a_killed_rank_and_one_without_a_record(tmp_path):
     [
         ([], "nonsense\n{}\n", "line 2: not a line of a record"),
         ([{"kind": "stap"}], "", "line 2: field 'kind' is 'stap'"),
-        ([{"kind": "step", "step": 1}], "", "line 2: a line of kind 'step' lacks the field 'seconds'"),
+        ([{"kind": "step", "step": 1}], "", "line 2: a line of kind 'step' is missing the field 'seconds'"),
         ([step(0) | {"launches": [["x", 0.1, 0.2, 0.3, 4, 0.1]]}], "", "line 2: its launches were written by another version"),
-        ([{"kind": "graph", "direction": "forward"}], "", "line 2: a line of kind 'graph' lacks the field 'compilation'"),
+        ([{"kind": "graph", "direction": "forward"}], "", "line 2: a line of kind 'graph' is missing the field 'compilation'"),
     ],
 )
 def test_lines_that_cannot_be_read(tmp_path, lines, tail, words, capsys):
@@ -209,7 +209,7 @@ def test_bad_folders(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2 and "records of 2 runs: r1, r2; choose one with --run" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--run", "r2"]) == 0
     assert main(["report", str(tmp_path), "--run", "r3"]) == 2 and "no run 'r3'" in capsys.readouterr().err
-    assert main(["report"]) == 2 and "a folder with records is needed" in capsys.readouterr().err
+    assert main(["report"]) == 2 and "expected a folder with records" in capsys.readouterr().err
 
 
 def test_files_of_the_command(folder, tmp_path, capsys):
@@ -236,9 +236,9 @@ def test_predicted_timeline():
     assert [len(blocks[lane]) for lane in timeline.LANES] == [1, 1, 0, 0, 0]
     said = timeline.text_timeline([graph()])
     assert said.index("launch urgent rows") < said.index("compute 3.0000 ms") < said.index("wait for urgent rows")
-    assert "4 ms a step, 1 exposed" in said
+    assert "4 ms per step, 1 ms exposed" in said
     tiny = [{**e, "seconds": e.get("seconds", 0) / 1e4} for e in graph()["timeline"]]
-    assert "0.0004 ms a step, 0.0001 exposed" in timeline.text_timeline([graph(timeline=tiny)])  # not 0.00
+    assert "0.0004 ms per step, 0.0001 ms exposed" in timeline.text_timeline([graph(timeline=tiny)])  # not 0.00
     assert timeline.lanes_of_graphs([graph(timeline=[])]) == []
 
 
@@ -277,15 +277,15 @@ def test_profile_of_the_command(tmp_path, capsys):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [event("kernel", 0, 1), event("kernel", 1, 2)]}))
     assert main(["report", "--profile", str(path)]) == 0 and "compute stream busy" in capsys.readouterr().out
-    for content, words in (('{"traceEvents": []}', "has no kernels of a GPU"), ("{}", "the field 'traceEvents'"), ("x", "is no trace")):
+    for content, words in (('{"traceEvents": []}', "has no GPU kernels"), ("{}", "the field 'traceEvents'"), ("x", "is not a torch profiler trace")):
         path.write_text(content)
         assert main(["report", "--profile", str(path)]) == 2 and words in capsys.readouterr().err
-    assert main(["report", "--profile", str(tmp_path / "no")]) == 2 and "cannot be read" in capsys.readouterr().err
+    assert main(["report", "--profile", str(tmp_path / "no")]) == 2 and "cannot read" in capsys.readouterr().err
 
 
 def test_explain_of_what_is_no_command(capsys):
-    assert main(["explain"]) == 2 and "needs a command" in capsys.readouterr().err
-    assert main(["explain", "--", "/nowhere/at/all"]) == 2 and "cannot be run" in capsys.readouterr().err
+    assert main(["explain"]) == 2 and "expects a command" in capsys.readouterr().err
+    assert main(["explain", "--", "/nowhere/at/all"]) == 2 and "cannot run /nowhere/at/all" in capsys.readouterr().err
     assert main(["explain", "--", "true"]) == 2 and "compiled nothing with freescale" in capsys.readouterr().err
     assert main(["explain", "--", "false"]) == 1
 
