@@ -1,4 +1,4 @@
-"""Which rank trains which samples, with and without the balancer of the package, and how long each rank computes."""
+"""Which rank trains which samples, with and without the package's balancer, and how long each rank computes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from freescale.runtime.balance.solver import balance
 from freescale.simulate.cluster import Cluster
 from freescale.simulate.workload import Source
 
-FITTING_STEPS = 12  # steps before the first simulated one, in which the balancer's cost is fitted
-PLANNED_AHEAD = 2  # a batch is balanced so many steps before the times of its own could be known
+FITTING_STEPS = 12  # steps before the first simulated one, to fit the balancer's cost
+PLANNED_AHEAD = 2  # a batch is balanced this many steps before its own times are known
 ID_BYTES = 8
 
 
@@ -20,14 +20,14 @@ ID_BYTES = 8
 class Assignment:
     """One batch of all ranks."""
 
-    order: np.ndarray  # samples, rank by rank
-    per_rank: np.ndarray  # how many samples each rank has
-    seconds: np.ndarray  # [ranks, 2] of compute: that grow with tokens, and with their squares
-    moved_bytes: float  # of samples, to another rank, all ranks together
+    order: np.ndarray  # samples, ordered by rank
+    per_rank: np.ndarray  # samples per rank
+    seconds: np.ndarray  # [ranks, 2] of compute: proportional to tokens, and to squared tokens
+    moved_bytes: float  # moved to another rank, over all ranks
 
 
 class Assigner:
-    """The batches of a run, in order."""
+    """Yields the assignments of a run, in order."""
 
     def __init__(self, source: Source, cluster: Cluster, balanced: bool) -> None:
         self.source, self.cluster, self.balanced = source, cluster, balanced
@@ -68,11 +68,11 @@ class Assigner:
 
 
 def _seed_of(step: int) -> int:
-    """Steps before the first one have numbers that no other step has."""
+    """A seed per step; fitting steps do not share seeds with simulated ones."""
     return step if step >= 0 else 1_000_000 - step
 
 
 def with_host_time(seconds: np.ndarray, host_seconds: float) -> np.ndarray:
-    """A rank whose GPU computes for less time than its host needs for the launches is held up by these."""
+    """Scale up compute that takes less time than the host needs for its launches."""
     total = np.maximum(seconds.sum(-1, keepdims=True), 1e-12)
     return seconds * np.maximum(host_seconds / total, 1.0)

@@ -1,8 +1,8 @@
 """`simulate --calibrate`: measure this machine and write a cluster file.
 
-The dense part is timed on one rank. Started on several ranks, by torchrun, the link between them is probed too, by an
-all-to-all as freescale launches it and by torch's own; then every rank times the dense part at the same time, as in
-training. What cannot be measured here is taken from a preset or file, and the file says so.
+The dense part is timed on one rank. With several ranks (torchrun), the link is probed too, with freescale's all-to-all
+and with torch's; then all ranks time the dense part concurrently, as in training. Values that cannot be measured here
+come from a preset or file, and the output says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from freescale.simulate.cluster import Cluster, InputError, to_toml
 
 PROBE_BYTES, PROBES = 1 << 22, 5
 HEADS = 8
-# (samples, length) of the batches that are timed.
+# (samples, length) of the timed batches.
 BATCHES = {
     "cuda": ((512, 256), (128, 1024), (64, 2048), (32, 4096), (16, 8192), (4, 16384)),
     "cpu": ((32, 16), (16, 64), (8, 128), (4, 256), (2, 512)),
@@ -38,12 +38,12 @@ MEASURED_BETWEEN_RANKS = ["between_gb_per_s", "inside_gb_per_s", "torchrec_link_
 
 def main(path: str, block: str, base: Cluster, progress: Callable[[str], None]) -> None:
     if not Path(path).resolve().parent.is_dir():
-        raise InputError(f"--calibrate {path}: there is no folder {Path(path).resolve().parent}")
+        raise InputError(f"--calibrate {path}: no such folder: {Path(path).resolve().parent}")
     make = load_block(block)
     on_gpu, ranks = torch.cuda.is_available(), launcher_environment.launched_ranks()
     if not on_gpu:
         torch.set_num_threads(1)
-        base = replace(base, dim=128, layers=2)  # a model that a core can be asked for
+        base = replace(base, dim=128, layers=2)  # a model small enough for one core
     measured = list(MEASURED)
     if ranks > 1:
         dist.init_process_group("nccl" if on_gpu else "gloo")
@@ -51,16 +51,16 @@ def main(path: str, block: str, base: Cluster, progress: Callable[[str], None]) 
     fit = measure(make, base.dim, HEADS if on_gpu else 2, base.layers, progress)
     cluster = replace(
         base,
-        name=torch.cuda.get_device_name() if on_gpu else "CPU, one core for a rank",
+        name=torch.cuda.get_device_name() if on_gpu else "CPU, one core per rank",
         seconds_per_token=fit.per_token,
         seconds_per_token_squared=fit.per_square,
         jitter=min(fit.jitter, 0.5),
     )
     if ranks == 1 or dist.get_rank() == 0:
         comments = [
-            f"measured by simulate --calibrate with {block}: {', '.join(measured)}; all else is that of {base.name}",
-            f"the fit is off by {fit.worst:.0%} at most; {fit.constant * 1e3:.2f} ms are the same at any length",
-            *(f"{n} histories of {length}: {seconds * 1e3:.2f} ms" for n, length, seconds in fit.rows),
+            f"measured by simulate --calibrate with {block}: {', '.join(measured)}; all else is from {base.name}",
+            f"largest error of the fit {fit.worst:.0%}; {fit.constant * 1e3:.2f} ms are independent of length",
+            *(f"{n} histories of length {length}: {seconds * 1e3:.2f} ms" for n, length, seconds in fit.rows),
         ]
         Path(path).write_text(to_toml(cluster, comments))
         print(f"wrote {path}", *comments, sep="\n  ")
@@ -69,7 +69,7 @@ def main(path: str, block: str, base: Cluster, progress: Callable[[str], None]) 
 
 
 def _with_link(base: Cluster, progress: Callable[[str], None]) -> Cluster:
-    """Of the default group: every rank is taken for a host of its own."""
+    """Probe the link of the default group. Every rank counts as its own host."""
     progress("probing the link")
     ours, theirs, latency = probe_link(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return replace(
@@ -83,9 +83,9 @@ def _with_link(base: Cluster, progress: Callable[[str], None]) -> Cluster:
 
 
 def probe_link(device: torch.device, size: int = PROBE_BYTES) -> tuple[float, float, float]:
-    """Bytes per second by freescale's launches and by torch's all-to-all, and seconds of a very small one.
+    """Bytes per second of freescale's all-to-all and of torch's, and seconds of a very small one.
 
-    `size`: bytes of a rank. Of several probes the median; of the ranks the slowest. Collective.
+    `size`: bytes per rank. Median over probes; slowest rank. Collective.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -119,18 +119,18 @@ def probe_link(device: torch.device, size: int = PROBE_BYTES) -> tuple[float, fl
 class Fit:
     per_token: float
     per_square: float
-    constant: float  # seconds of a step, whatever its lengths
-    jitter: float  # standard deviation of a step's time over the time, where nothing changes
-    worst: float  # largest relative difference between a time and the fit
+    constant: float  # seconds of a step, independent of lengths
+    jitter: float  # relative standard deviation of repeated steps
+    worst: float  # largest relative error of the fit
     rows: list[tuple[int, int, float]]  # samples, length, seconds
 
 
 def load_block(where: str) -> Callable[..., nn.Module]:
-    """Of "FILE:CLASS": a block made by CLASS(dim, heads, max_distance) and called with rows and offsets."""
+    """Load "FILE:CLASS": CLASS(dim, heads, max_distance) makes a block that is called with rows and offsets."""
     path, _, name = where.partition(":")
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"{path}: there is no such file; --block names the class of a model's blocks as FILE:CLASS")
+        raise InputError(f"{path}: no such file; --block must be FILE:CLASS, the class of a model's blocks")
     sys.path.insert(0, str(file.resolve().parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
@@ -138,7 +138,7 @@ def load_block(where: str) -> Callable[..., nn.Module]:
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
     if not hasattr(module, name):
-        raise InputError(f"{path}: the file has no {name or 'class'}; --block is FILE:CLASS")
+        raise InputError(f"{path}: the file has no {name or 'class'}; --block must be FILE:CLASS")
     return getattr(module, name)
 
 
@@ -154,14 +154,14 @@ class Dense(nn.Module):
 
 
 def measure(make: Callable[..., nn.Module], dim: int, heads: int, layers: int, say: Callable[[str], None]) -> Fit:
-    """Forward and backward, compiled by Inductor; in bfloat16 on a GPU."""
+    """Time forward and backward, compiled by Inductor; in bfloat16 on a GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
     model: Any = torch.compile(Dense(make, dim, heads, layers).to(device, dtype), dynamic=True)
     times = {}
     for samples, length in BATCHES[device]:
-        say(f"timing {samples} histories of {length}")
+        say(f"timing {samples} histories of length {length}")
         x = torch.randn(samples * length, dim, device=device, dtype=dtype, requires_grad=True)
         offsets = torch.arange(samples + 1, device=device) * length
         times[samples, length] = [_seconds(model, x, offsets) for _ in range(REPEATS + 3)][3:]
@@ -181,7 +181,7 @@ def _seconds(model: Any, x: torch.Tensor, offsets: torch.Tensor) -> float:
 
 
 def fit(times: dict[tuple[int, int], list[float]]) -> Fit:
-    """Least squares on relative errors, nothing negative. Times: repetitions of (samples, length)."""
+    """Non-negative least squares on relative errors. `times`: repetitions by (samples, length)."""
     y = np.array([np.median(t) for t in times.values()])
     terms = np.array([(1.0, n * length, n * length**2) for n, length in times])
     kept = [0, 1, 2]

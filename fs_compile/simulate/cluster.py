@@ -1,6 +1,6 @@
-"""What is simulated on: the speed of a rank and of its links. Presets, and TOML files of your own.
+"""The simulated cluster: speeds of a rank and its links. Presets, and custom TOML files.
 
-Where each number of a preset comes from stands in docs/simulate.md.
+docs/simulate.md lists where each number of a preset comes from.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """Something that a user gave cannot be used: a sentence that names it."""
+    """Invalid user input; the message names it."""
 
 
 def _bounded(low: float, high: float, doc: str, *, above: bool = False) -> Any:
-    """A number from `low` (if `above`, more than that) to `high`."""
+    """A number from `low` (exclusive with `above`) to `high`."""
     return field(metadata={"low": low, "high": high, "above": above, "doc": doc})
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One rank is one GPU. Speeds of links are per rank and direction."""
+    """One rank is one GPU. Link speeds are per rank and direction."""
 
-    name: str = field(metadata={"doc": "in words"})
-    dim: int = _bounded(1, 1 << 16, "columns of a row; the model that was timed is as wide")
-    layers: int = _bounded(1, 1000, "blocks of the model that was timed")
-    row_element_bytes: int = _bounded(1, 8, "bytes of a number in a row, on the wire")
-    ranks_per_host: int = _bounded(1, 4096, "ranks that share the link inside a host")
-    seconds_per_token: float = _bounded(0, 1, "of the dense part, forward and backward; matrix products and the rest")
-    seconds_per_token_squared: float = _bounded(0, 1, "the same; attention")
-    jitter: float = _bounded(0, 0.5, "standard deviation of a rank's compute in a step, as a share of it")
-    host_ms: float = _bounded(0, 1e5, "a step takes at least as long: what its launches take on the host")
-    host_ms_look_ahead: float = _bounded(0, 1e5, "the same, more, with freescale's look-ahead")
-    sm_tax: float = _bounded(0, 0.9, "share of its speed that compute loses beside a collective that is a kernel")
-    copy_tax: float = _bounded(0, 0.9, "the same beside copy engines")
+    name: str = field(metadata={"doc": "description"})
+    dim: int = _bounded(1, 1 << 16, "columns of a row, and width of the timed model")
+    layers: int = _bounded(1, 1000, "blocks of the timed model")
+    row_element_bytes: int = _bounded(1, 8, "bytes per element of a row, on the wire")
+    ranks_per_host: int = _bounded(1, 4096, "ranks that share a host's internal link")
+    seconds_per_token: float = _bounded(0, 1, "dense part, forward and backward, without attention")
+    seconds_per_token_squared: float = _bounded(0, 1, "the same for attention")
+    jitter: float = _bounded(0, 0.5, "relative standard deviation of a rank's compute per step")
+    host_ms: float = _bounded(0, 1e5, "min step time: host time for its launches")
+    host_ms_look_ahead: float = _bounded(0, 1e5, "additional host time with freescale's look-ahead")
+    sm_tax: float = _bounded(0, 0.9, "slowdown of compute during a collective kernel")
+    copy_tax: float = _bounded(0, 0.9, "the same during copy-engine transfers")
     inside_gb_per_s: float = _bounded(0, 1e5, "GB/s between ranks of a host", above=True)
     between_gb_per_s: float = _bounded(0, 1e5, "GB/s between hosts", above=True)
     copy_engine_gb_per_s: float = _bounded(0, 1e5, "GB/s between a GPU and host memory", above=True)
-    latency_us: float = _bounded(0, 1e6, "of any collective")
-    message_us: float = _bounded(0, 1e4, "that each peer's message adds to the time of a collective")
-    torchrec_link_share: float = _bounded(0, 1, "share of a link that TorchRec's all-to-all reaches", above=True)
+    latency_us: float = _bounded(0, 1e6, "latency of any collective")
+    message_us: float = _bounded(0, 1e4, "additional time of a collective per peer")
+    torchrec_link_share: float = _bounded(0, 1, "share of the link's speed that TorchRec's all-to-all has", above=True)
 
 
 FIELDS = {f.name: f for f in fields(Cluster)}
 
-# Measured with `simulate --calibrate` on an H200 (benchmarks/results/calibrate_h200.json), or by the benchmarks named.
+# Measured with `simulate --calibrate` on an H200 (benchmarks/results/calibrate_h200.json), or by other benchmarks.
 _HOPPER: dict[str, Any] = {
     "dim": 512, "layers": 4, "row_element_bytes": 4, "ranks_per_host": 8,
     "seconds_per_token": 1.64e-7, "seconds_per_token_squared": 4.0e-11, "jitter": 0.009,
@@ -66,12 +66,12 @@ PRESETS = {
 
 
 def find(name: str) -> Cluster:
-    """A preset, or what a TOML file describes."""
+    """A preset, or the cluster in a TOML file."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
     if not path.suffix and not path.exists():
-        raise InputError(f"there is no preset {name!r}, and no such file; presets: {', '.join(PRESETS)}")
+        raise InputError(f"no preset and no file {name!r}; presets: {', '.join(PRESETS)}")
     return read(path)
 
 
@@ -79,18 +79,18 @@ def read(path: Path) -> Cluster:
     try:
         import tomllib
     except ImportError:
-        raise InputError(f"{path}: reading a cluster file needs Python 3.11 or newer (tomllib)") from None
+        raise InputError(f"{path}: reading a cluster file requires Python 3.11 or newer (tomllib)") from None
     try:
         values = tomllib.loads(path.read_text())
     except OSError as error:
-        raise InputError(f"{path}: the cluster file cannot be read: {error.strerror}") from None
+        raise InputError(f"{path}: cannot read the cluster file: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: the cluster file is not TOML: {error}") from None
     return checked(values, str(path))
 
 
 def checked(values: dict[str, Any], where: str) -> Cluster:
-    """`values` as a Cluster; an error names `where` and the field."""
+    """`values` as a Cluster. Errors name `where` and the field."""
     for name in values:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
@@ -109,7 +109,7 @@ def _value(name: str, value: Any, where: str) -> Any:
             raise InputError(f"{where}: {name} must be text, found {value!r}")
         return value
     if isinstance(value, bool) or not isinstance(value, int if kind == "int" else (int, float)):
-        wanted = "a whole number" if kind == "int" else "a number"
+        wanted = "an integer" if kind == "int" else "a number"
         raise InputError(f"{where}: {name} must be {wanted}, found {value!r}")
     low, high, above = limits["low"], limits["high"], limits["above"]
     if not low <= value <= high or above and value == low:
@@ -119,7 +119,7 @@ def _value(name: str, value: Any, where: str) -> Any:
 
 
 def to_toml(cluster: Cluster, comments: list[str]) -> str:
-    """A file that `read` takes."""
+    """TOML text for `read`."""
     lines = [f"# {line}" for line in comments]
     for name, value in asdict(cluster).items():
         text = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(value, str) else repr(value)

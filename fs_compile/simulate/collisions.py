@@ -1,7 +1,7 @@
-"""Which rows the ranks share with the batch before and the batch after, counted for all ranks in one process.
+"""Count the rows that ranks share with the previous and the next batch, for all ranks in one process.
 
-tests/simulate/test_collisions.py compares the counts with those of the planner. Only some owners' rows are drawn
-(workload.py says which); the counts of a rank are scaled to all of its ids.
+tests/simulate/test_collisions.py compares the counts with the planner's. Only rows of some owners are drawn, see
+workload.py; a rank's counts are scaled to all of its ids.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from freescale.simulate.workload import Batch, spans
 
 
 class Counts(NamedTuple):
-    """One batch on every rank, [ranks] each; rows and values of all owners."""
+    """One batch on every rank, [ranks] each; rows and values over all owners."""
 
     values: np.ndarray  # looked up
     unique: np.ndarray  # rows
-    urgent: np.ndarray  # rows that the batch before has, too
-    urgent_values: np.ndarray  # values of these
-    urgent_gradients: np.ndarray  # rows that the batch after has, too
+    urgent: np.ndarray  # rows that are also in the previous batch
+    urgent_values: np.ndarray  # values of these rows
+    urgent_gradients: np.ndarray  # rows that are also in the next batch
     urgent_gradient_values: np.ndarray
 
 
 class _Requests(NamedTuple):
-    """One batch: each pair of a row and a rank that requests it, in ascending order."""
+    """One batch: all pairs of a row and a requesting rank, in ascending order."""
 
     row: np.ndarray
     rank: np.ndarray
-    values: np.ndarray  # of the rank that have this row
-    scale: np.ndarray  # [ranks] all ids over those that are drawn
+    values: np.ndarray  # number of the rank's values that have this row
+    scale: np.ndarray  # [ranks] all ids / drawn ids
 
     def totals(self, chosen: np.ndarray | slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and values of each rank among the chosen pairs."""
+        """Rows and values per rank among the chosen pairs."""
         rank, ranks = self.rank[chosen], len(self.scale)
         rows, values = (np.bincount(rank, of_each, ranks) for of_each in (None, self.values[chosen]))
         return rows * self.scale, values * self.scale
@@ -44,14 +44,14 @@ class _Requests(NamedTuple):
 
 
 class CollisionCounter:
-    """Counts batch after batch."""
+    """Counts consecutive batches."""
 
     def __init__(self) -> None:
-        self._batch: _Requests | None = None  # the last one, and what is known of it
+        self._batch: _Requests | None = None  # the last batch, and its counts so far
         self._known: tuple[np.ndarray, ...] = ()
 
     def count(self, batch: Batch, order: np.ndarray, per_rank: np.ndarray) -> Counts | None:
-        """`order`: samples rank by rank, `per_rank` of them each. Returns the batch before, which is complete now."""
+        """`order`: samples by rank, `per_rank` each. Returns the counts of the previous batch, now complete."""
         before, self._batch = self._batch, (now := _requests(batch, order, per_rank))
         complete = None if before is None else Counts._make((*self._known, *before.totals(before.also_in(now))))
         rows, values = now.totals()
@@ -59,7 +59,7 @@ class CollisionCounter:
         return complete
 
     def last(self) -> Counts:
-        """The last batch: all of its gradients are urgent."""
+        """Counts of the last batch: all of its gradients are urgent."""
         assert self._batch is not None
         return Counts._make((*self._known, *self._batch.totals()))
 

@@ -1,4 +1,4 @@
-"""`python -m freescale simulate`: the step at many ranks, simulated."""
+"""`python -m freescale simulate`: simulate a step at many ranks."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ SWEEPS = ("ranks", "cap", "batch", "collision", "link")
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Light: nothing here imports torch."""
+    """Does not import torch."""
     presets = ", ".join(PRESETS)
     p.add_argument("--cluster", default="h100", help=f"{presets}, or a TOML file (default h100)")
     p.add_argument("--ranks", type=int, default=256, help="2 to 4096 (default 256)")
     p.add_argument("--steps", type=int, default=20, help="simulated steps (default 20)")
     p.add_argument("--batch", type=int, default=128, help="samples per rank (default 128)")
-    p.add_argument("--median", type=float, default=1000.0, help="of the lognormal history lengths (default 1000)")
-    p.add_argument("--sigma", type=float, default=1.0, help="of their logarithm (default 1.0)")
+    p.add_argument("--median", type=float, default=1000.0, help="median of lognormal history lengths (default 1000)")
+    p.add_argument("--sigma", type=float, default=1.0, help="standard deviation of their logarithm (default 1.0)")
     p.add_argument("--cap", type=int, default=21_000, help="the longest history (default 21000)")
     p.add_argument("--collision", type=float, default=0.12, help="share of rows that collide (default 0.12)")
-    p.add_argument("--rows", type=int, default=1_000_000_000, help="of the table (default 1e9)")
+    p.add_argument("--rows", type=int, default=1_000_000_000, help="rows of the table (default 1e9)")
     p.add_argument("--histories", metavar="FILE.npz", help="real histories: arrays `lengths` and `ids`")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--sweep", nargs="+", choices=(*SWEEPS, "all"), default=[], help="what to vary, one at a time")
-    p.add_argument("--plots", metavar="DIR", help="draw what was found, as PNG (needs freescale[plots])")
-    p.add_argument("--json", metavar="FILE", help="headlines and all figures")
-    p.add_argument("--calibrate", metavar="FILE.toml", help="only measure this machine: a cluster file")
+    p.add_argument("--sweep", nargs="+", choices=(*SWEEPS, "all"), default=[], help="parameters to vary, one at a time")
+    p.add_argument("--plots", metavar="DIR", help="plot the results as PNG (requires freescale[plots])")
+    p.add_argument("--json", metavar="FILE", help="write all results")
+    p.add_argument("--calibrate", metavar="FILE.toml", help="only measure this machine, and write a cluster file")
     p.add_argument("--block", default="examples/hstu.py:HSTUBlock", metavar="FILE:CLASS", help="what --calibrate times")
 
 
@@ -61,11 +61,11 @@ def _checked(args: argparse.Namespace) -> Cluster:
         if not low <= value <= high:
             raise InputError(f"--{name} must be at least {low:g} and at most {high:g}, found {value}")
     if args.histories and args.sweep:
-        raise InputError("--sweep varies generated batches; leave --histories out")
+        raise InputError("--sweep varies generated batches; remove --histories")
     for option in ("json", "plots"):
         path = getattr(args, option)
         if path and not Path(path).resolve().parent.is_dir():
-            raise InputError(f"--{option} {path}: there is no folder {Path(path).resolve().parent}")
+            raise InputError(f"--{option} {path}: no such folder: {Path(path).resolve().parent}")
     if args.plots:
         from freescale.simulate.plots import require_matplotlib
 
@@ -74,7 +74,7 @@ def _checked(args: argparse.Namespace) -> Cluster:
 
 
 class Progress:
-    """One line on a terminal, from the third second on."""
+    """A progress line on a terminal, starting after two seconds."""
 
     def __init__(self) -> None:
         self._began, self._drawn = time.monotonic(), False
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, cluster: Cluster) -> None:
         title = f"{args.ranks} ranks, {cluster.name}, histories up to {args.cap}, batch {args.batch}"
         made = [plots.variants(outcomes, title, folder / "variants.png")]
         made += [plots.sweep(found, title, folder / f"{axis}.png") for axis, found in swept.items()]
-        print("", *(f"drawn: {path}" for path in made), sep="\n")
+        print("", *(f"wrote {path}" for path in made), sep="\n")
     if args.json:
         result["seconds"] = time.monotonic() - began
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
@@ -134,7 +134,7 @@ def _axes(wanted: list[str]) -> tuple[str, ...]:
 
 
 def _elsewhere(workload: Any, cluster: Cluster, progress: Callable[[str], None]) -> dict[str, list[str]]:
-    """The same on one host, and with short histories: does it pay there?"""
+    """The same on one host, and with short histories: is it worth it there?"""
     from freescale.simulate import findings
     from freescale.simulate.study import point
     from freescale.simulate.variants import TORCHREC, freescale_variants

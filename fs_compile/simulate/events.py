@@ -1,12 +1,11 @@
 """A discrete-event simulation of ranks that run the same program: compute, launches and waits.
 
-Every rank has one compute stream and a link with two directions. What a link carries for one process group goes first
-in, first out; groups that have something to carry share it equally. A transfer is there for a rank when every rank has
-sent its part and the rank's own link has taken in what is for it, and then `latency` later. A rank's link begins to
-take in when the first rank sends.
+Every rank has one compute stream and a full-duplex link. Within a process group, transfers on a link are FIFO; groups
+with pending transfers share the link equally. A transfer arrives at a rank `latency` after every rank has sent its part
+and the rank's own link has received its data. A rank's link starts to receive when the first rank sends.
 
-A rank that waits is a straggler's victim until the last rank has launched the transfer; from then on it is exposed.
-So compute + exposed + straggler is the step, on every rank.
+A waiting rank counts as straggler time until the last rank has launched the transfer, and as exposed time after that.
+So compute + exposed + straggler is the step time on every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 
 
 class Compute(NamedTuple):
-    """Shares of what a rank computes in a step: of the work that grows with tokens, and with their squares."""
+    """Shares of a rank's compute in a step: of the part proportional to tokens, and to squared tokens."""
 
     per_token: float
     per_square: float
@@ -30,7 +29,7 @@ class Compute(NamedTuple):
 @dataclass(frozen=True)
 class Launch:
     what: str
-    of: int = 0  # of the batch of this step; 1: of the next one, -1: of the one before
+    of: int = 0  # batch: 0 this step's, 1 the next, -1 the previous
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,13 @@ Program = Sequence[Compute | Launch | Wait]
 
 @dataclass(frozen=True)
 class Transfer:
-    """One kind of transfer: seconds that it keeps each link busy, [batches, ranks]."""
+    """One kind of transfer: seconds that it occupies each link, [batches, ranks]."""
 
     group: str
     out: np.ndarray
     into: np.ndarray
     latency: float = 0.0
-    tax: float = 0.0  # share of its speed that compute loses while one is under way
+    tax: float = 0.0  # slowdown of compute while one is in flight
 
 
 @dataclass
@@ -61,19 +60,19 @@ class Times:
     exposed: np.ndarray
     straggler: np.ndarray
     end: np.ndarray  # of each step
-    log: list[tuple[float, int, str]] = field(default_factory=list)  # what happened, if it was asked for
+    log: list[tuple[float, int, str]] = field(default_factory=list)  # optional log of events
 
     def step(self) -> np.ndarray:
         return np.diff(self.end, axis=0, prepend=0.0)
 
 
 class _Port:
-    """One direction of a rank's link: a queue for each group."""
+    """One direction of a rank's link: a queue per group."""
 
     __slots__ = ("queues", "since", "version")
 
     def __init__(self) -> None:
-        self.queues: dict[str, deque[list]] = {}  # those that are not empty; entries: [seconds left, what to tell]
+        self.queues: dict[str, deque[list]] = {}  # only nonempty ones; entries: [seconds left, flight]
         self.since, self.version = 0.0, 0
 
     def advance(self, now: float) -> None:
@@ -84,7 +83,7 @@ class _Port:
         self.since = now
 
     def next_group(self) -> tuple[str, float]:
-        """Whose first entry is done first, and in how many seconds."""
+        """The group whose first entry finishes first, and in how many seconds."""
         if len(self.queues) == 1:
             ((group, queue),) = self.queues.items()
             return group, max(queue[0][0], 0.0)
@@ -99,29 +98,29 @@ class _Flight:
 
     def __init__(self, name: str, kind: Transfer, ranks: int) -> None:
         self.name, self.kind = name, kind
-        self.unsent, self.last = ranks, -1.0  # ranks; when the last one launched it
+        self.unsent, self.last = ranks, -1.0  # ranks that have not sent; launch time of the last one
         self.taken_in, self.ready = [False] * ranks, [False] * ranks
-        self.waiting: dict[int, float] = {}  # rank: since when
+        self.waiting: dict[int, float] = {}  # rank: start of its wait
 
 
 _COMPUTED, _PORT, _READY = range(3)
 
 
 class Simulation:
-    """`work`: seconds of compute, [steps, ranks, 2]: that grow with tokens and with squares."""
+    """`work`: seconds of compute, [steps, ranks, 2]: proportional to tokens and to squared tokens."""
 
     def __init__(self, program: Program, transfers: dict[str, Transfer], work: np.ndarray, log: bool = False) -> None:
         self.program, self.transfers, self.work = list(program), transfers, work.tolist()
         self.steps, self.ranks = work.shape[:2]
-        # Lists: NumPy takes several times as long to add to one number.
+        # Lists: scalar arithmetic in NumPy is several times slower.
         self._compute, self._exposed, self._straggler, self._end = (
             [[0.0] * self.ranks for _ in range(self.steps)] for _ in range(4)
         )
         self._log: list[tuple[float, int, str]] | None = [] if log else None
         self._heap: list[tuple[float, int, int, int, Any]] = []
         self._number = 0
-        self._place = [(0, 0)] * self.ranks  # step, and instruction of the program
-        self._left, self._since, self._began = ([0.0] * self.ranks for _ in range(3))  # of the compute that runs
+        self._place = [(0, 0)] * self.ranks  # step, and index into the program
+        self._left, self._since, self._began = ([0.0] * self.ranks for _ in range(3))  # of the running compute
         self._computing, self._version = [False] * self.ranks, [0] * self.ranks
         self._taxes: list[list[float]] = [[] for _ in range(self.ranks)]
         self._ports = [[_Port() for _ in range(self.ranks)] for _ in range(2)]
@@ -145,7 +144,7 @@ class Simulation:
         stuck = [r for r in range(self.ranks) if self._place[r][0] < self.steps]
         if stuck:
             step, at = self._place[stuck[0]]
-            raise RuntimeError(f"rank {stuck[0]} waits for ever in step {step}: {self.program[at - 1]}")
+            raise RuntimeError(f"rank {stuck[0]} waits forever in step {step}: {self.program[at - 1]}")
         compute, exposed, straggler = (np.array(x) for x in (self._compute, self._exposed, self._straggler))
         return Times(compute, exposed, straggler, np.array(self._end), self._log or [])
 
@@ -187,9 +186,9 @@ class Simulation:
                 return
 
     def _is_ready(self, rank: int, what: str, batch: int, now: float) -> bool:
-        """Whether it can go on; if not, it is noted as waiting."""
+        """Whether the rank can continue; if not, registers its wait."""
         flight = self._flights.get((what, batch))
-        if flight is None or flight.ready[rank]:  # nothing was launched: the first batch has no early rows
+        if flight is None or flight.ready[rank]:  # not launched: the first batch has no early rows
             return True
         flight.waiting[rank] = now
         if self._log is not None:
@@ -265,7 +264,7 @@ class Simulation:
         self._carried(direction, rank, flight, now)
 
     def _carried(self, direction: int, rank: int, flight: _Flight, now: float) -> None:
-        """A link has done its part of a transfer."""
+        """A link has finished its part of a transfer."""
         if direction:
             flight.taken_in[rank] = True
             there = [rank] if not flight.unsent else []

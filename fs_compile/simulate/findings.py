@@ -1,4 +1,4 @@
-"""What the outcomes of a study say: headlines, what each part brings, where freescale does not pay; and all as text."""
+"""Summarize a study: headlines, the gain of each part, where freescale is not worth it; and all as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from freescale.simulate.workload import Generated
 
 PARTS = ("balance", "look_ahead", "copies")
 PART_WORDS = {"balance": "balance", "look_ahead": "look-ahead with priorities", "copies": "SM-free copies"}
-WORTH_IT = 0.02  # a step that is shorter by less than this share is as long
+WORTH_IT = 0.02  # smaller relative gains count as none
 
 
 def bubbles_ms(o: Outcome) -> float:
@@ -27,12 +27,12 @@ def named(outcomes: Sequence[Outcome], name: str) -> Outcome:
 
 
 def before_and_after(outcomes: Sequence[Outcome]) -> tuple[Outcome, Outcome]:
-    """Synchronous TorchRec, and freescale with everything."""
+    """Synchronous TorchRec, and freescale with all parts."""
     return named(outcomes, TORCHREC[0].name), named(outcomes, EVERYTHING.name)
 
 
 def less(before: float, after: float) -> float:
-    """The share by which it fell."""
+    """The relative reduction."""
     return 1 - after / before if before else 0.0
 
 
@@ -49,13 +49,13 @@ def headlines(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def by_parts(outcomes: Sequence[Outcome]) -> dict[tuple[bool, ...], Outcome]:
-    """freescale's, by which of its parts are on."""
+    """freescale's outcomes, by which parts are enabled."""
     return {tuple(getattr(o.variant, p) for p in PARTS): o for o in outcomes if o.variant.program is None}
 
 
 def part_shares(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
-    """Milliseconds of bubbles and of the step that each part takes away: the mean over all orders of adding the parts
-    (Shapley's value), so that they add up. `the rest` is what freescale saves with no part on."""
+    """Milliseconds of bubbles and of the step that each part saves: its Shapley value (mean over all orders of adding
+    the parts), so the parts add up. `the rest` is what freescale saves with no part enabled."""
     of = by_parts(outcomes)
     found: dict[str, dict[str, float]] = {}
     orders = list(permutations(PARTS))
@@ -76,7 +76,7 @@ def part_shares(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
 
 
 def best_torchrec(outcomes: Sequence[Outcome]) -> Outcome:
-    """PEC is in TorchRec from 1.9 on, for row-wise tables on GPUs."""
+    """The fastest of TorchRec's variants. PEC is in TorchRec since 1.9, for row-wise tables on GPUs."""
     known = {v.name for v in TORCHREC}
     return min((o for o in outcomes if o.variant.name in known), key=lambda o: o.step_ms)
 
@@ -88,20 +88,20 @@ def pays(outcomes: Sequence[Outcome]) -> bool:
 def verdict(outcomes: Sequence[Outcome]) -> str:
     ours, theirs = before_and_after(outcomes)[1], best_torchrec(outcomes)
     gain = less(theirs.step_ms, ours.step_ms)
-    steps = f"a step takes {ours.step_ms:.1f} ms, with {theirs.variant.name} {theirs.step_ms:.1f} ms"
+    steps = f"{ours.step_ms:.1f} ms per step, {theirs.variant.name}: {theirs.step_ms:.1f} ms"
     if gain >= WORTH_IT:
-        return f"freescale pays here: {steps} ({gain:.1%} less)"
-    return f"freescale does NOT pay here: {steps} ({abs(gain):.1%} {'less' if gain > 0 else 'more'})"
+        return f"freescale is worth it here: {steps} ({gain:.1%} less)"
+    return f"freescale is NOT worth it here: {steps} ({abs(gain):.1%} {'less' if gain > 0 else 'more'})"
 
 
 def parts_that_do_not_pay(outcomes: Sequence[Outcome]) -> list[str]:
-    """A sentence for each part that can be left out without making the step longer."""
+    """One sentence for each part that can be disabled without a longer step."""
     everything, found = before_and_after(outcomes)[1], []
     for part in PARTS:
         without = by_parts(outcomes).get(tuple(p != part for p in PARTS))
         if without is not None and less(without.step_ms, everything.step_ms) < WORTH_IT / 4:
             found.append(
-                f"does NOT pay here: {PART_WORDS[part]} (a step takes {without.step_ms:.1f} ms without, "
+                f"NOT worth it here: {PART_WORDS[part]} ({without.step_ms:.1f} ms per step without, "
                 f"{everything.step_ms:.1f} ms with)"
             )
     return found
@@ -124,7 +124,7 @@ def row(o: Outcome) -> dict[str, Any]:
 def _in_words(i: Compute | Launch | Wait) -> str:
     if isinstance(i, Compute):
         return f"compute {i.per_token:.1%} of the work per token, {i.per_square:.1%} of that per square"
-    of = {0: "", 1: " of the next batch", -1: " of the batch before"}[i.of]
+    of = {0: "", 1: " of the next batch", -1: " of the previous batch"}[i.of]
     return f"{'launch' if isinstance(i, Launch) else 'wait for'} {i.what}{of}"
 
 
@@ -134,7 +134,7 @@ def point_row(p: Point) -> dict[str, Any]:
 
 
 def described(study: Study) -> str:
-    """What is simulated."""
+    """Description of the simulation."""
     w, c = study.source.workload, study.cluster
     counts = study.batches(False).counts[1:]
     colliding = np.mean([(x.urgent / np.maximum(x.unique, 1)).mean() for x in counts])
@@ -146,23 +146,23 @@ def described(study: Study) -> str:
         else f"recorded ids of {w.rows} rows"
     )
     if isinstance(study.source, Generated) and abs(colliding - w.collision) > 0.1 * max(w.collision, 0.01):
-        ids += f" (NOT the {w.collision:.1%} of --collision, which --rows {w.rows:g} do not allow)"
-    planned = "all rows" if study.owners == w.ranks else f"the rows of {study.owners} owners, which stand for all"
+        ids += f" (NOT --collision {w.collision:.1%}, which --rows {w.rows:g} does not allow)"
+    planned = "all rows" if study.owners == w.ranks else f"a sample: the rows of {study.owners} owners"
     return "\n".join(
         [
-            f"SIMULATED, nothing here was measured: {w.ranks} ranks, {c.name}, {c.ranks_per_host} to a host, "
+            f"SIMULATED, not measured: {w.ranks} ranks, {c.name}, {c.ranks_per_host} ranks per host, "
             f"{study.steps} steps, seed {w.seed}",
             f"  batches   {w.batch} samples per rank, histories up to {w.cap}, {tokens:,.0f} tokens per rank; {ids}; "
             f"{colliding:.1%} of a rank's unique rows collide, {repeats:.2f} values per unique row",
-            f"  plans     counted for every rank and step, as freescale's planner splits rows, of {planned}",
-            "  balance   by freescale's balancer, with its cost fitted to the simulated times",
-            f"  order     as freescale's passes order the compiled graphs of a model with {c.layers} HSTU blocks",
+            f"  plans     counted for every rank and step, with the planner's row splits, for {planned}",
+            "  balance   freescale's balancer, with its cost fitted to the simulated times",
+            f"  order     from freescale's passes on the compiled graphs of a model with {c.layers} HSTU blocks",
             f"  compute   {c.seconds_per_token:.3g} s per token + {c.seconds_per_token_squared:.3g} s per token squared"
             f"; jitter {c.jitter:.1%}",
             f"  links     {c.inside_gb_per_s:g} GB/s inside a host, {c.between_gb_per_s:g} between hosts, "
             f"{c.copy_engine_gb_per_s:g} to host memory; {c.latency_us:g} us + {c.message_us:g} us per peer",
-            f"  tax       compute loses {c.sm_tax:.1%} by kernel-based collectives, {c.copy_tax:.1%} by copies",
-            "  left out  table lookups and updates, the bytes of dense gradients, the loader (docs/simulate.md)",
+            f"  tax       kernel-based collectives slow compute by {c.sm_tax:.1%}, copies by {c.copy_tax:.1%}",
+            "  omitted   table lookups and updates, dense gradient bytes, the data loader (docs/simulate.md)",
         ]
     )
 
@@ -180,10 +180,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def shares(outcomes: Sequence[Outcome]) -> str:
-    """Who takes away how much, against synchronous TorchRec."""
+    """The savings of each part against synchronous TorchRec."""
     found, (before, after) = part_shares(outcomes), before_and_after(outcomes)
     bubbles, step = bubbles_ms(before) - bubbles_ms(after), before.step_ms - after.step_ms
-    lines = ["what each part takes away, of bubbles and of the step (mean over all orders of adding them):"]
+    lines = ["savings of each part, of bubbles and of the step (mean over all orders of adding them):"]
     for name, saved in found.items():
         words = PART_WORDS.get(name, "one graph, unique rows")
         of_bubbles, of_step = saved["bubbles_ms"] / (bubbles or 1), saved["step_ms"] / (step or 1)
@@ -199,7 +199,7 @@ def headline_lines(outcomes: Sequence[Outcome]) -> str:
         [
             f"bubbles, ms per step: {h['bubble_reduction']:.1%} less than synchronous TorchRec "
             f"(as a share of the shorter step: {h['bubble_share_reduction']:.1%} less)",
-            f"straggler share {h['straggler_before']:.1%}, then {h['straggler_after']:.1%}; exposed time "
+            f"straggler share fell from {h['straggler_before']:.1%} to {h['straggler_after']:.1%}; exposed time "
             f"{h['exposed_reduction']:.1%} less; step {h['step_reduction']:.1%} less",
         ]
     )
@@ -208,9 +208,9 @@ def headline_lines(outcomes: Sequence[Outcome]) -> str:
 def sweep_table(points: Sequence[Point]) -> str:
     names = [o.variant.name.replace("TorchRec, ", "") for o in points[0].outcomes]
     lines = [f"{AXES[points[0].axis][0]}: step ms and bubbles"]
-    lines.append(f"{'':>10}" + "".join(f"{name:>22}" for name in names) + f"{'bubbles less':>14}")
+    lines.append(f"{'':>10}" + "".join(f"{name:>22}" for name in names) + f"{'fewer bubbles':>14}")
     for p in points:
         cells = "".join(f"{f'{o.step_ms:.1f}  {o.bubbles:.1%}':>22}" for o in p.outcomes)
-        note = "" if pays(p.outcomes) else "  does not pay"
+        note = "" if pays(p.outcomes) else "  not worth it"
         lines.append(f"{p.value:>10g}{cells}{headlines(p.outcomes)['bubble_reduction']:>14.1%}{note}")
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""The graphs of a sequence recommender, traced before freescale orders them, and the program that their order makes.
+"""Trace the graphs of a sequence recommender before freescale orders them, and derive the program from their order.
 
-The model is HSTU as a compiler sees it: one table, and blocks of two projections around an attention op. It is narrow,
-its batches are short and its attention only has the shapes: nothing here is timed, and the graphs are the same. They
-are traced in a world of one rank, since graphs do not depend on the number of ranks.
+The model is HSTU as seen by a compiler: one table, and blocks of two projections around an attention op. It is narrow,
+batches are short, and attention only has the shapes: nothing is timed, and the graphs are the same. Graphs do not
+depend on the number of ranks, so they are traced with a world size of one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 from freescale.simulate.events import Compute, Launch, Program, Wait
 
 DIM, HEADS, SAMPLES, LENGTH, ROWS = 8, 2, 4, 128, 4096
-BEFORE_ORDER = "gather_parts"  # the pass before the one that orders the graph
+BEFORE_ORDER = "gather_parts"  # the pass before the ordering pass
 ONE_FLOP_PER_SECOND = node_cost.MachineSpeed(flops=1.0, memory=float("inf"))
-# The step of whose batch a transfer is, seen from the step that launches it.
+# Batch of a transfer, relative to the step that launches it.
 STEP_OF = {"early rows": 1, "late gradients": -1}
 
 
@@ -38,9 +38,9 @@ STEP_OF = {"early rows": 1, "late gradients": -1}
 class TracedGraph:
     nodes: list[fx.Node]
     exchanges: list[GraphExchange]
-    flops: dict[fx.Node, float]  # floating-point operations; 0 for what is fused into its neighbours
-    square: set[fx.Node]  # nodes whose work grows with the square of the length
-    max_bytes: int  # of memory, at the traced sizes
+    flops: dict[fx.Node, float]  # floating-point operations; 0 for nodes that are fused into others
+    square: set[fx.Node]  # nodes with work quadratic in the length
+    max_bytes: int  # memory limit, at the traced sizes
 
 
 @torch.library.custom_op("freescale_simulate::attention", mutates_args=())
@@ -80,7 +80,7 @@ attention.register_autograd(_gradients, setup_context=_save)
 
 @register_flop_formula(torch.ops.freescale_simulate.attention)
 def _flops(q: Any, k: Any, v: Any, offsets: Any, *args: Any, **kwargs: Any) -> int:
-    """Two products of each query with the keys up to it."""
+    """Two products of each query with all preceding keys."""
     rows, heads, width = q
     return 2 * rows * (rows // max(offsets[0] - 1, 1)) * heads * (width + v[2])
 
@@ -123,7 +123,7 @@ class Recommender(nn.Module):
 @contextmanager
 def _world_of_one() -> Iterator[None]:
     if dist.is_initialized():
-        raise RuntimeError("freescale: simulate makes a process group of its own, but this process has one already")
+        raise RuntimeError("freescale: simulate creates its own process group, but this process already has one")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -132,7 +132,7 @@ def _world_of_one() -> Iterator[None]:
 
 
 def trace(layers: int, look_ahead: bool) -> dict[str, TracedGraph]:
-    """Of "forward" and "backward"."""
+    """Trace the "forward" and "backward" graphs."""
     found: dict[str, TracedGraph] = {}
 
     def keep(direction: str, name: str, graph: fx.Graph) -> None:
@@ -162,7 +162,7 @@ def _record(graph: fx.Graph) -> TracedGraph:
 
 
 def _batches() -> list[dict[str, torch.Tensor]]:
-    """Three: the first has no early rows, the last leaves no late gradients. The graphs are the same for all."""
+    """Three batches: the first has no early rows, the last leaves no late gradients. All have the same graphs."""
     random = torch.Generator().manual_seed(0)
     lengths = torch.full((SAMPLES,), LENGTH)
     ids = [torch.randint(0, ROWS, (SAMPLES * LENGTH,), generator=random) for _ in range(3)]
@@ -176,8 +176,8 @@ def program_of(
     traced_bytes: Mapping[str, float],
     bytes_per_second: float,
 ) -> Program:
-    """The order that `overlap_attention` gives both graphs on a rank that computes so many seconds in a step, if the
-    first batch sends so many bytes ("urgent rows", ...), and the launches, waits and compute of it.
+    """The order that `overlap_attention` gives both graphs, as launches, waits and compute, for a rank with these
+    seconds of compute per step and a first batch that sends these bytes ("urgent rows", ...).
     """
     total = {square: sum(_work(g, square) for g in graphs.values()) for square in (False, True)}
     program: list[Compute | Launch | Wait] = []
@@ -208,7 +208,7 @@ def _instructions(order: list[fx.Node], graph: TracedGraph, shares: Mapping[fx.N
         elif node in launched:
             name = _name(launched[node])
             yield Wait(name, STEP_OF.get(name, 0))
-        elif node.target is WAIT:  # launched by the step before
+        elif node.target is WAIT:  # launched by the previous step
             yield Wait("early rows")
         elif "plan_now" in str(node.target):
             yield from (Launch("requests"), Wait("requests"))
@@ -217,7 +217,7 @@ def _instructions(order: list[fx.Node], graph: TracedGraph, shares: Mapping[fx.N
 
 
 def _joined(program: list) -> Program:
-    """Compute that nothing comes between becomes one."""
+    """Merge consecutive compute instructions."""
     joined: list = []
     for instruction in program:
         if joined and isinstance(instruction, Compute) and isinstance(joined[-1], Compute):

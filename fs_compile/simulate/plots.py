@@ -1,4 +1,4 @@
-"""Pictures of a study, with matplotlib (`freescale[plots]`)."""
+"""Plots of a study, with matplotlib (`freescale[plots]`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise InputError("--plots needs matplotlib, which is not installed: pip install freescale[plots]") from None
+        raise InputError("--plots requires matplotlib, which is not installed: pip install freescale[plots]") from None
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
@@ -38,7 +38,7 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def variants(outcomes: Sequence[Outcome], title: str, path: Path) -> Path:
-    """Where a step's time goes, one bar for each way to train."""
+    """Step time breakdown, one bar per variant."""
     figure, axes = _figure(9, 0.45 * len(outcomes) + 1.4)
     names, left = [o.variant.name for o in outcomes], [0.0] * len(outcomes)
     for kind, color in COLORS.items():
@@ -56,7 +56,7 @@ def variants(outcomes: Sequence[Outcome], title: str, path: Path) -> Path:
 
 
 def sweep(found: Sequence[Point], title: str, path: Path) -> Path:
-    """Bubbles as a share of the step along an axis; where freescale does not pay, a hollow mark."""
+    """Bubbles as a share of the step along an axis; a hollow mark where freescale is not worth it."""
     figure, axes = _figure(7, 4.2)
     values = [p.value for p in found]
     for n, name in enumerate(o.variant.name for o in found[0].outcomes):
@@ -66,7 +66,7 @@ def sweep(found: Sequence[Point], title: str, path: Path) -> Path:
             hollow = [(v, s) for v, s, p in zip(values, shares, found, strict=True) if not findings.pays(p.outcomes)]
             if hollow:
                 x, y = zip(*hollow, strict=True)
-                axes.plot(x, y, "o", mfc="white", mec=line.get_color(), zorder=9, label="freescale does not pay")
+                axes.plot(x, y, "o", mfc="white", mec=line.get_color(), zorder=9, label="freescale is not worth it")
     if min(values) > 0 and max(values) / min(values) > 8:
         axes.set_xscale("log")
         axes.set_xticks(values, [f"{v:g}" for v in values])

@@ -1,4 +1,4 @@
-"""Simulate one workload on one cluster, in several ways to train; and the same with one thing changed at a time."""
+"""Simulate one workload on one cluster with several variants; and sweep one parameter at a time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from freescale.simulate.events import Program, Simulation
 from freescale.simulate.variants import EVERYTHING, TORCHREC, Variant
 from freescale.simulate.workload import Batch, Generated, Source, Workload
 
-# Where a batch has more ids than both, some owners' rows stand for all:
-PLANNED_IDS = 800_000  # all ranks together
+# If a batch has more ids than both, rows of a sample of owners are planned:
+PLANNED_IDS = 800_000  # over all ranks
 PLANNED_IDS_OF_A_RANK = 2500
-WARM_UP, TAIL = 2, 1  # steps at the start and the end that do not count: there, look-ahead has no neighbour
+WARM_UP, TAIL = 2, 1  # uncounted first and last steps, where look-ahead has no neighbor
 
-SWEPT_STEPS = 3  # of each point
+SWEPT_STEPS = 3  # per point
 
 AXES: dict[str, tuple[str, tuple[float, ...]]] = {
     "ranks": ("ranks", (8, 32, 64, 128, 256, 512)),
@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def exposed(self) -> float:
-        """As a share of the step, as the next two."""
+        """As a share of the step, like the next two."""
         return self.exposed_ms / self.step_ms
 
     @property
@@ -62,7 +62,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Batches:
-    """What all variants with, or all without, balancing have in common."""
+    """Shared by all variants with, or all without, balancing."""
 
     assignments: list[Assignment]
     counts: list[Counts]
@@ -84,7 +84,7 @@ class Study:
 
     @property
     def owners(self) -> int:
-        """Of how many owners the rows are planned."""
+        """Number of owners whose rows are planned."""
         w = self.source.workload
         values = int(self.source.lengths(0).sum()) + w.ranks * w.batch
         planned = max(PLANNED_IDS, PLANNED_IDS_OF_A_RANK * w.ranks)
@@ -110,7 +110,7 @@ class Study:
         return variants.program_of(variant, lambda look_ahead: self._schedule(made, look_ahead, variant.copies))
 
     def _schedule(self, made: _Batches, look_ahead: bool, copies: bool) -> Program:
-        """As a rank with mean sizes would compile it, at its first batch, whose rows are all urgent."""
+        """The program that a rank with mean sizes compiles, at its first batch, whose rows are all urgent."""
         self.progress(f"tracing the model {'with' if look_ahead else 'without'} look-ahead")
         c, (first, second) = self.cluster, made.counts[:2]
         row = c.dim * c.row_element_bytes
@@ -154,9 +154,9 @@ class Point:
 def changed(axis: str, value: float, w: Workload, c: Cluster) -> tuple[Workload, Cluster]:
     if axis == "link":
         return w, replace(c, between_gb_per_s=value)
-    if axis == "cap":  # shorter histories, not only shorter long ones
+    if axis == "cap":  # shorter histories overall, not only truncated long ones
         return replace(w, cap=int(value), median=w.median * value / w.cap if value < w.cap else w.median), c
-    if axis == "collision":  # few collide in a table that is large beside a batch alone
+    if axis == "collision":  # a low share needs a table that is large relative to a batch
         tokens = w.ranks * w.batch * w.median * math.exp(w.sigma**2 / 2)
         return replace(w, collision=value, rows=max(w.rows, int(2 * tokens / value))), c
     return replace(w, ranks=int(value)) if axis == "ranks" else replace(w, batch=int(value)), c

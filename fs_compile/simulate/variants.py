@@ -1,6 +1,6 @@
-"""Ways to train: TorchRec's and freescale's, as programs and traffic for the event simulation.
+"""Variants of training: TorchRec's and freescale's, as programs and traffic for the event simulation.
 
-freescale's programs come from its compiled graphs (graphs.py). TorchRec's stand here, as its code does them.
+freescale's programs come from its compiled graphs (graphs.py). TorchRec's are written here, following its code.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from freescale.simulate.cluster import Cluster
 from freescale.simulate.collisions import Counts
 from freescale.simulate.events import Compute, Launch, Program, Transfer, Wait
 
-FORWARD = Compute(1 / 3, 2 / 7)  # of a step's work: a backward pass has two products for one, and five for two
+FORWARD = Compute(1 / 3, 2 / 7)  # of a step: backward has two matmuls per forward matmul, five per two in attention
 BACKWARD = Compute(2 / 3, 5 / 7)
 HALF_FORWARD = Compute(FORWARD.per_token / 2, FORWARD.per_square / 2)
-PIECE_BYTES = 4 << 20  # that `staged` carries at a time: one is copied out before the first travels, one in at the end
+PIECE_BYTES = 4 << 20  # `staged` piece size: the first is copied out before sending starts, the last copied in after
 
 END = (Launch("dense gradients"), Wait("dense gradients"))
 SYNCHRONOUS: Program = (
@@ -39,13 +39,13 @@ PEC: Program = (
 
 @dataclass(frozen=True)
 class Variant:
-    """freescale's parts are on or off; those of TorchRec have a program."""
+    """freescale's variants enable or disable parts; TorchRec's have a program."""
 
     name: str
     program: Program | None = None
     balance: bool = False
     look_ahead: bool = False
-    copies: bool = False  # without SMs
+    copies: bool = False  # transfers without SMs
 
     @property
     def parts(self) -> str:
@@ -62,7 +62,7 @@ EVERYTHING = Variant("freescale", balance=True, look_ahead=True, copies=True)
 
 
 def freescale_variants() -> list[Variant]:
-    """Each part on alone, each left out, none and all."""
+    """Each part alone, each omitted, none and all."""
     order = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1))
     found = [Variant("freescale, no part", balance=bool(b), look_ahead=bool(a), copies=bool(c)) for b, a, c in order]
     return [*(replace(v, name=f"freescale, {v.parts}") if v.parts else v for v in found), EVERYTHING]
@@ -70,20 +70,20 @@ def freescale_variants() -> list[Variant]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds that bytes keep the links of a rank busy."""
+    """Seconds that bytes occupy a rank's links."""
 
     cluster: Cluster
     ranks: int
     copies: bool
-    share: float = 1.0  # of the link's speed that is reached
+    share: float = 1.0  # of the link speed
 
     @property
     def staged(self) -> bool:
-        """Through host memory; inside one host, copy engines reach the other GPUs themselves."""
+        """Through host memory; inside one host, copy engines reach the other GPUs directly."""
         return self.copies and self.ranks > self.cluster.ranks_per_host
 
     def seconds(self, size: np.ndarray) -> np.ndarray:
-        """`size`: bytes of each rank, to or from all owners alike, itself among them."""
+        """`size`: bytes of each rank, evenly spread over all owners, including itself."""
         c, same_host = self.cluster, min(self.cluster.ranks_per_host, self.ranks)
         inside, between = size * (same_host - 1) / self.ranks, size * (self.ranks - same_host) / self.ranks
         outside_seconds = between / (c.between_gb_per_s * self.share * 1e9)
@@ -94,7 +94,7 @@ class Traffic:
         return np.where(size > 0, link + (self.ranks - 1) * c.message_us * 1e-6, 0.0)
 
     def transfer(self, group: str, asked: np.ndarray, *, to_owner: bool) -> Transfer:
-        """`asked`: bytes that each rank asks for or gives back, [batches, ranks]. Owners have equal parts of all."""
+        """`asked`: bytes that each rank requests or returns, [batches, ranks], evenly spread over owners."""
         c = self.cluster
         requester, owner = self.seconds(asked), self.seconds(np.broadcast_to(asked.mean(1, keepdims=True), asked.shape))
         out, into = (requester, owner) if to_owner else (owner, requester)
@@ -103,7 +103,7 @@ class Traffic:
 
 
 def transfers_of(variant: Variant, counts: Sequence[Counts], moved: np.ndarray, c: Cluster) -> dict[str, Transfer]:
-    """All that a variant may launch; `moved`: bytes of samples in each batch, all ranks together."""
+    """All transfers that a variant may launch. `moved`: bytes of moved samples per batch, over all ranks."""
     ranks, row = len(counts[0].values), c.dim * c.row_element_bytes
     n = {name: np.stack([getattr(x, name) for x in counts]) for name in Counts._fields}
     link = Traffic(c, ranks, variant.copies, c.torchrec_link_share if variant.program is not None else 1.0)
@@ -145,7 +145,7 @@ def transfers_of(variant: Variant, counts: Sequence[Counts], moved: np.ndarray, 
 
 
 def program_of(variant: Variant, schedule: Callable[[bool], Program]) -> Program:
-    """`schedule(look_ahead)`: what the passes make of a step."""
+    """`schedule(look_ahead)`: a step as ordered by the passes."""
     if variant.program is not None:
         return variant.program
     ahead = (Launch("plan", 1),) if variant.look_ahead or variant.balance else ()

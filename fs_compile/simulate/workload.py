@@ -1,9 +1,9 @@
-"""Batches for many ranks: history lengths, and the ids of as many owners' rows as are to be planned.
+"""Batches for many ranks: history lengths, and the ids that belong to the planned owners.
 
-Generated ids follow Zipf's law over one large table, whose popular rows are spread over the owners; the exponent is
-chosen so that a wanted share of a rank's unique rows was used by any rank in the batch before. Planning every id of 256
-ranks takes too long, so ids are drawn for the rows of some owners alone: of all ranks, and each as often as it would be
-among all. Everything is a pure function of the seed.
+Generated ids follow Zipf's law over one large table, whose popular rows are spread over the owners. The exponent is
+chosen so that a given share of a rank's unique rows was used by any rank in the previous batch. Planning every id of
+256 ranks takes too long, so only ids of some owners' rows are drawn, for all ranks and with their true frequency.
+Everything is a pure function of the seed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 
 from freescale.simulate.cluster import InputError
 
-_SCATTER = 2654435761  # a prime: neighbours in popularity have different owners
-_HOT, _GRID = 4096, 512  # rows counted one by one, and pieces of the others, in `colliding_share`
+_SCATTER = 2654435761  # a prime: rows of similar popularity have different owners
+_HOT, _GRID = 4096, 512  # in `colliding_share`: rows counted individually, and intervals for the others
 
 
 @dataclass(frozen=True)
 class Workload:
     ranks: int = 256
-    batch: int = 128  # samples of a rank
-    median: float = 1000.0  # of the lognormal lengths of histories
+    batch: int = 128  # samples per rank
+    median: float = 1000.0  # of the lognormal history lengths
     sigma: float = 1.0
     cap: int = 21_000
     collision: float = 0.12
@@ -34,10 +34,10 @@ class Workload:
 
 
 class Batch(NamedTuple):
-    """Of all ranks together: samples rank by rank, and of each the ids that are planned."""
+    """All ranks: samples ordered by rank, and the planned ids of each."""
 
-    values: np.ndarray  # [ranks * batch] how many ids each sample has
-    counts: np.ndarray  # [ranks * batch] how many of them are planned
+    values: np.ndarray  # [ranks * batch] ids per sample
+    counts: np.ndarray  # [ranks * batch] planned ids per sample
     ids: np.ndarray  # [sum of counts]
 
 
@@ -47,7 +47,7 @@ class Source(Protocol):
     def lengths(self, step: int) -> np.ndarray: ...
 
     def batch(self, step: int, owners: int) -> Batch:
-        """With the ids that belong to the first `owners` owners."""
+        """With the ids of the first `owners` owners."""
 
 
 def _random(seed: int, step: int, what: int) -> np.random.Generator:
@@ -83,14 +83,14 @@ class Generated:
 
 
 class Recorded:
-    """Histories of a file: `lengths` of samples and their `ids`, one after the other. Samples are drawn from it."""
+    """Histories from a file: `lengths` of samples and their concatenated `ids`. Samples are drawn from it."""
 
     def __init__(self, workload: Workload, path: Path) -> None:
         self._lengths, ids = _read_histories(path)
         self._ends = np.cumsum(self._lengths)
         rows = int(ids.max(initial=0)) + 1
         self.workload = Workload(**{**workload.__dict__, "rows": rows, "collision": math.nan})
-        # Spread over the owners, whatever order the file numbers its rows in.
+        # Spread over owners regardless of the file's row order.
         self._ids = np.random.default_rng([workload.seed, 7]).permutation(rows)[ids]
 
     def _samples(self, step: int) -> np.ndarray:
@@ -102,7 +102,7 @@ class Recorded:
 
     def batch(self, step: int, owners: int) -> Batch:
         samples, lengths = self._samples(step), self.lengths(step)
-        ids = self._ids[spans(self._ends[samples] - lengths, lengths)]  # of a long history, its end
+        ids = self._ids[spans(self._ends[samples] - lengths, lengths)]  # the end of a long history
         planned = ids < -(-self.workload.rows // self.workload.ranks) * owners
         sample = np.repeat(np.arange(len(lengths)), lengths)
         return Batch(lengths, np.bincount(sample[planned], minlength=len(lengths)), ids[planned])
@@ -113,13 +113,13 @@ def _read_histories(path: Path) -> tuple[np.ndarray, np.ndarray]:
         with np.load(path) as file:
             found = {name: file[name] for name in ("lengths", "ids") if name in file.files}
     except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{path}: the histories cannot be read as .npz: {error}") from None
+        raise InputError(f"{path}: cannot read the histories as .npz: {error}") from None
     for name in ("lengths", "ids"):
         if name not in found:
-            raise InputError(f"{path}: the array {name} is missing; histories are `lengths` and `ids`")
+            raise InputError(f"{path}: the array {name} is missing; histories consist of `lengths` and `ids`")
         array = found[name]
         if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array) or array.min() < 0:
-            raise InputError(f"{path}: {name} must be whole numbers in 1 dimension, at least one and none negative")
+            raise InputError(f"{path}: {name} must be a nonempty 1-D array of non-negative integers")
     if int(found["lengths"].sum()) != len(found["ids"]):
         total = int(found["lengths"].sum())
         raise InputError(f"{path}: lengths add up to {total}, but there are {len(found['ids'])} ids")
@@ -127,7 +127,7 @@ def _read_histories(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """starts[0], starts[0] + 1, ... (lengths[0] of them), then those of starts[1], and so on."""
+    """Concatenated ranges: lengths[0] values from starts[0], lengths[1] values from starts[1], ..."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
@@ -140,8 +140,8 @@ def zipf(random: np.random.Generator, count: int, rows: int, exponent: float) ->
 
 
 def colliding_share(exponent: float, rows: int, mine: float, everyone: float) -> float:
-    """Expected share of a rank's unique rows that any rank used in the batch before, where a rank looks up `mine`
-    values and all ranks `everyone`."""
+    """Expected share of a rank's unique rows that any rank used in the previous batch, if a rank looks up `mine` values
+    and all ranks `everyone`."""
     edges = np.arange(min(_HOT, rows) + 1, dtype=np.float64)
     if rows > _HOT:
         edges = np.concatenate([edges[:-1], np.geomspace(_HOT, rows, _GRID)])
@@ -156,7 +156,7 @@ def colliding_share(exponent: float, rows: int, mine: float, everyone: float) ->
 
 
 def exponent_for(share: float, rows: int, mine: float, everyone: float) -> float:
-    """The exponent at which `share` of the rows collide, or the nearest that there is."""
+    """The exponent at which `share` of the rows collide, or the closest possible."""
     low, high = 0.0, 2.0
     least, most = (colliding_share(e, rows, mine, everyone) for e in (low, high))
     if not least < share < most:

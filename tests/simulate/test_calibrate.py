@@ -56,7 +56,7 @@ def test_a_cluster_file_is_written(tmp_path, monkeypatch, capsys):
         torch.set_num_threads(threads)
         sys.path.remove(str(tmp_path))
     found = cluster.find(str(path))
-    assert (found.dim, found.layers, found.name) == (128, 2, "CPU, one core for a rank")
+    assert (found.dim, found.layers, found.name) == (128, 2, "CPU, one core per rank")
     assert found.seconds_per_token + found.seconds_per_token_squared > 0
     assert found.between_gb_per_s == cluster.PRESETS["h100"].between_gb_per_s
     assert "measured by simulate --calibrate" in path.read_text() and f"wrote {path}" in capsys.readouterr().out

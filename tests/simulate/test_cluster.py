@@ -34,7 +34,7 @@ def test_what_is_written_is_read(tmp_path):
         ({"between_gb_per_s": -1.0}, "between_gb_per_s must be more than 0 and at most 100000, found -1.0"),
         ({"between_gb_per_s": 0}, "between_gb_per_s must be more than 0"),
         ({"inside_gb_per_s": "fast"}, "inside_gb_per_s must be a number, found 'fast'"),
-        ({"ranks_per_host": 1.5}, "ranks_per_host must be a whole number, found 1.5"),
+        ({"ranks_per_host": 1.5}, "ranks_per_host must be an integer, found 1.5"),
         ({"sm_tax": 1.5}, "sm_tax must be at least 0 and at most 0.9, found 1.5"),
         ({"jitter": True}, "jitter must be a number, found True"),
         ({"seconds_per_token": None}, "the field seconds_per_token is missing"),
@@ -55,9 +55,9 @@ def test_a_file_that_is_not_toml(tmp_path, capsys):
     assert main(["simulate", "--cluster", str(path)]) == 2
     assert f"{path}: the cluster file is not TOML" in capsys.readouterr().err
     assert main(["simulate", "--cluster", str(tmp_path / "none.toml")]) == 2
-    assert "cannot be read: No such file" in capsys.readouterr().err
+    assert "cannot read the cluster file: No such file" in capsys.readouterr().err
     assert main(["simulate", "--cluster", "b200"]) == 2
-    assert "there is no preset 'b200', and no such file; presets: h100, h200" in capsys.readouterr().err
+    assert "no preset and no file 'b200'; presets: h100, h200" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_a_file_that_is_not_toml(tmp_path, capsys):
         (["--ranks", "5000"], "--ranks must be at least 2"),
         (["--collision", "1.5"], "--collision must be at least 0 and at most 1, found 1.5"),
         (["--steps", "0"], "--steps must be at least 1"),
-        (["--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
-        (["--histories", "x.npz", "--sweep", "cap"], "leave --histories out"),
-        (["--histories", "nowhere.npz"], "nowhere.npz: the histories cannot be read"),
-        (["--calibrate", "x.toml", "--block", "nowhere.py:Block"], "nowhere.py: there is no such file"),
+        (["--json", "/no/such/folder/x.json"], "no such folder: /no/such/folder"),
+        (["--histories", "x.npz", "--sweep", "cap"], "remove --histories"),
+        (["--histories", "nowhere.npz"], "nowhere.npz: cannot read the histories"),
+        (["--calibrate", "x.toml", "--block", "nowhere.py:Block"], "nowhere.py: no such file"),
     ],
 )
 def test_bad_arguments(capsys, words, sentence):

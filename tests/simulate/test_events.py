@@ -84,7 +84,7 @@ def test_a_wait_that_nobody_answers_is_an_error():
             if rank == 0:
                 super()._launch(rank, what, batch, now)
 
-    with pytest.raises(RuntimeError, match="rank 0 waits for ever in step 0"):
+    with pytest.raises(RuntimeError, match="rank 0 waits forever in step 0"):
         OneSided([Launch("x"), Wait("x")], {"x": transfer([1, 1])}, work(0, 0)).run()
 
 

@@ -141,8 +141,8 @@ def test_a_slower_link_is_never_faster(study, variant):
 def test_where_it_does_not_pay_it_says_so(study):
     short = study(Workload(ranks=8, batch=16, median=10, cap=20, rows=1_000_000))
     outcomes = short.run_all([*TORCHREC, *freescale_variants()])
-    assert not findings.pays(outcomes) and "does NOT pay here" in findings.verdict(outcomes)
-    assert any(s.startswith("does NOT pay here: look-ahead with priorities") for s in findings.parts_that_do_not_pay(outcomes))
+    assert not findings.pays(outcomes) and "NOT worth it here" in findings.verdict(outcomes)
+    assert any(s.startswith("NOT worth it here: look-ahead with priorities") for s in findings.parts_that_do_not_pay(outcomes))
     assert findings.pays(study().run_all([*TORCHREC, EVERYTHING]))
 
 
@@ -181,8 +181,8 @@ def test_the_command(tmp_path):
     (tmp_path / "c.toml").write_text(to_toml(replace(H100, layers=1, name="mine"), []))
     ((code, said),) = run_ranks_apart(_command, [(str(tmp_path),)])
     assert code == 0
-    assert said.startswith("SIMULATED, nothing here was measured: 8 ranks, mine")
-    assert "what each part takes away" in said and "elsewhere:" in said
+    assert said.startswith("SIMULATED, not measured: 8 ranks, mine")
+    assert "savings of each part" in said and "elsewhere:" in said
     found = json.loads((tmp_path / "found.json").read_text())
     for headline in ("bubble_reduction", "straggler_before", "straggler_after", "exposed_reduction"):
         assert 0 <= found[headline] <= 1

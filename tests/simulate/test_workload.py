@@ -50,8 +50,8 @@ def test_recorded_histories(tmp_path):
     [
         ({"lengths": np.array([1])}, "the array ids is missing"),
         ({"lengths": np.array([3]), "ids": np.array([1])}, "lengths add up to 3, but there are 1 ids"),
-        ({"lengths": np.array([1]), "ids": np.array([-1])}, "ids must be whole numbers"),
-        ({"lengths": np.array([1.5]), "ids": np.array([1])}, "lengths must be whole numbers"),
+        ({"lengths": np.array([1]), "ids": np.array([-1])}, "ids must be a nonempty 1-D array of non-negative integers"),
+        ({"lengths": np.array([1.5]), "ids": np.array([1])}, "lengths must be a nonempty 1-D array of non-negative integers"),
     ],
 )
 def test_bad_histories_are_named(tmp_path, capsys, arrays, sentence):
