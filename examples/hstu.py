@@ -5,16 +5,16 @@ with a relative position bias and a gate.  Nothing in it is padded: histories st
 ``[N, dim]`` tensor with ``B + 1`` ``offsets``, so ``N`` and ``B`` change at every step and
 either may be zero.
 
-Two parts depend on the values of ``offsets`` and are therefore opaque custom operators to the compiler:
+Two parts depend on the values of ``offsets`` and are therefore custom operators, opaque to the compiler:
 
-* ``hstu::attention`` (and its backward), a loop over the sequences which never pads to the longest one.  The loop
-  defines what is computed; on a GPU with Triton, the fused kernels of ``hstu_triton.py`` take its place, which find
-  their work in ``hstu::tiles``, a list that all layers share;
+* ``hstu::attention`` and its backward: a loop over sequences without padding to the longest one.  The loop is the
+  reference; on a GPU with Triton, the fused kernels of ``hstu_triton.py`` replace it.  They take their work from
+  ``hstu::tiles``, a list shared by all layers;
 * ``hstu::segment_sum``, the sum of each sequence's rows.
 
 Everything else is ordinary PyTorch with explicit dimensions, and traces once under
-``torch.compile(fullgraph=True, dynamic=True)``.  The module needs PyTorch only: embeddings are whatever maps
-the batch's features to a mapping of jagged tensors, such as a TorchRec ``EmbeddingCollection`` or its sharded
+``torch.compile(fullgraph=True, dynamic=True)``.  The module requires PyTorch only: embeddings can be any module that
+maps the batch's features to a mapping of jagged tensors, such as a TorchRec ``EmbeddingCollection`` or its sharded
 form.
 """
 
@@ -30,14 +30,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-# Query rows handled at a time; bounds the score matrix to [heads, QUERY_ROWS, length].
+# Query rows per block; bounds the score matrix to [heads, QUERY_ROWS, length].
 QUERY_ROWS = 256
-TILE = 128  # rows of a tile of the fused kernels
+TILE = 128  # rows per tile of the fused kernels
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:
-    """The (start, end) of every non-empty sequence; reads ``offsets`` to the host once."""
+    """The (start, end) of every non-empty sequence; copies ``offsets`` to the host once."""
     bounds = offsets.tolist()
     return [(start, end) for start, end in pairwise(bounds) if end > start]
 
@@ -51,7 +51,7 @@ def _blocks(length: int) -> Iterator[tuple[int, int]]:
 class _BiasTiles:
     """Relative position biases ``[H, last - first, last]`` of a block of query rows.
 
-    Every sequence has a block which starts at row 0, so the largest of those is kept and sliced.
+    Every sequence has a block that starts at row 0, so the largest of those is cached and sliced.
     """
 
     def __init__(self, bias: Tensor, spans: list[tuple[int, int]]) -> None:
@@ -72,9 +72,9 @@ class _BiasTiles:
 def _sum_by_distance(scores: Tensor, max_distance: int) -> Tensor:
     """Sums ``scores`` [H, R, C] over each diagonal, C - R + row - column, into [H, max_distance].
 
-    Entries in the future must be zero.  With the columns reversed and R columns of padding, dropping the last
-    R entries shifts every row by one more place than the one above it, which turns diagonals into columns: a
-    plain sum follows, deterministic on every device.
+    Scores of future keys must be zero.  The columns are reversed and padded by R columns; dropping the last R entries
+    then shifts each row by one place relative to the row above it.  This turns diagonals into columns, whose sum is
+    deterministic on every device.
     """
     heads, rows, columns = scores.shape
     skewed = F.pad(scores.flip(2), (0, rows)).flatten(1)[:, : rows * (columns + rows - 1)]
@@ -127,7 +127,7 @@ def _attention_backward_loop(
 
 
 def tile_capacity(sequences: int, rows: int) -> int:
-    """The most tiles that so many rows can have."""
+    """Upper bound of the number of tiles."""
     return (rows + (TILE - 1) * sequences) // TILE
 
 
@@ -152,10 +152,10 @@ def _(offsets: Tensor, rows: int) -> Tensor:
 
 
 def attention_tiles(offsets: Tensor, rows: int) -> Tensor | None:
-    """What ``hstu_attention`` on a GPU would else find out in every layer: the tiles of ``TILE`` rows of all sequences.
+    """The tiles of ``TILE`` rows of all sequences, for ``hstu_attention`` on a GPU; shared by all layers.
 
-    The first row is their number; then (start of the sequence, its length, number of the tile in it) of each, the last
-    tiles of the sequences first, since these have the most keys to attend to.  None where the loop is used.
+    The first row is their number, followed by (start of the sequence, its length, index of the tile in it) per tile.
+    Last tiles of the sequences come first, since they attend to the most keys.  None if the loop is used.
     """
     return _tiles(offsets, rows) if HAS_TRITON and offsets.is_cuda else None
 
@@ -196,7 +196,7 @@ def _(
 
 
 def _register_fused_kernels() -> None:
-    """On a GPU, for what `hstu_triton` supports; Triton is imported when they are first called."""
+    """Register the GPU kernels for inputs that `hstu_triton` supports; Triton is imported on first call."""
 
     @_tiles.register_kernel("cuda")
     def _(offsets: Tensor, rows: int) -> Tensor:
@@ -245,7 +245,7 @@ _attention.register_autograd(_attention_grad, setup_context=_attention_setup)
 
 @register_flop_formula(torch.ops.hstu.attention)
 def _attention_flops(q: Any, k: Any, v: Any, offsets: Any, *args: Any, **kwargs: Any) -> int:
-    """Two products of each query with the keys up to it; sequences are taken to be equally long."""
+    """Two products of each query with all preceding keys; assumes sequences of equal length."""
     rows, heads, width = q
     return 2 * rows * (rows // max(offsets[0] - 1, 1)) * heads * (width + v[2])
 
@@ -264,12 +264,12 @@ def hstu_attention(
     ``silu(alpha * q_i . k_j + bias[h, min(i - j, max_distance - 1)]) * v_j``, divided by n.
 
     Args:
-        q, k: ``[N, H, Dqk]``, the sequences' rows one after the other.
+        q, k: ``[N, H, Dqk]``, the sequences' rows, concatenated.
         v: ``[N, H, Dv]``.
-        offsets: ``[B + 1]`` integers, the start of each sequence and finally N.
-        bias: ``[H, max_distance]``, learned; the last entry serves every larger distance.
+        offsets: ``[B + 1]`` integers, the start of each sequence, followed by N.
+        bias: ``[H, max_distance]``, learned; the last entry is used for all larger distances.
         alpha: scale of the dot products.
-        tiles: ``attention_tiles(offsets, N)``, for several layers to share.
+        tiles: ``attention_tiles(offsets, N)``, to share between layers.
 
     Returns:
         ``[N, H, Dv]``; differentiable in q, k, v and bias.
@@ -306,12 +306,12 @@ _segment_sum.register_autograd(_segment_sum_grad, setup_context=_segment_sum_set
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """The sum of the rows of each sequence: ``[N, D]`` and ``[B + 1]`` to ``[B, D]``; 0 where it is empty."""
+    """The sum of the rows of each sequence: ``[N, D]`` and ``[B + 1]`` to ``[B, D]``; 0 if it is empty."""
     return _segment_sum(values, offsets)
 
 
 class HSTUBlock(nn.Module):
-    """One block on jagged rows: normalise, project to (u, v, q, k), attend, gate with u, project, add."""
+    """One block on jagged rows: normalize, project to (u, v, q, k), attend, gate with u, project, add."""
 
     def __init__(self, dim: int, heads: int, max_distance: int) -> None:
         super().__init__()
@@ -327,11 +327,11 @@ class HSTUBlock(nn.Module):
         nn.init.normal_(self.relative_bias, std=0.02)
 
     def forward(self, x: Tensor, offsets: Tensor, tiles: Tensor | None = None) -> Tensor:
-        """``[N, dim]`` to ``[N, dim]``, the rows of each sequence attending to its earlier ones."""
+        """``[N, dim]`` to ``[N, dim]``; each row attends to earlier rows of its sequence."""
         return self.around(x, lambda q, k, v, bias, alpha: hstu_attention(q, k, v, offsets, bias, alpha, tiles))
 
     def around(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """The block with ``attend(q, k, v, bias, alpha)`` in it."""
+        """The block, with ``attend(q, k, v, bias, alpha)`` as its attention."""
         rows, head_dim = x.shape[0], self.dim // self.heads
         u, v, q, k = F.silu(self.project_in(self.norm(x))).split(self.dim, dim=1)
         v, q, k = (part.reshape(rows, self.heads, head_dim) for part in (v, q, k))
@@ -349,10 +349,10 @@ class HSTU(nn.Module):
         dim, heads, blocks, max_distance: the model's width, attention heads, depth and number of distinct
             relative positions.
         history, candidate: names of the features; each sample has exactly one candidate.
-        action: a feature with as many ids as the history, embedded and added to it when the batch has it.
-        normalizer: the loss is a sum over samples divided by this constant, the nominal number of samples per
-            rank.  It is thus well defined, exactly 0 and connected to every parameter, for a rank with no
-            samples, and the mean over ranks weighs every sample alike.
+        action: an optional feature with as many ids as the history, embedded and added to it.
+        normalizer: the loss is a sum over samples divided by this constant, the nominal number of samples per rank.
+            So for a rank without samples the loss is well defined, exactly 0 and connected to every parameter, and the
+            mean over ranks weighs every sample equally.
     """
 
     def __init__(
@@ -377,10 +377,10 @@ class HSTU(nn.Module):
         self.normalizer = normalizer
 
     def rows(self, features: Any) -> tuple[Tensor, Any, Any]:
-        """The histories' rows, ``[N, dim]``, with those of the actions; the jagged histories; the jagged candidates."""
+        """The rows of histories plus actions, ``[N, dim]``; the jagged histories; the jagged candidates."""
         embedded = self.embeddings(features)
         x = embedded[self.history].values()
-        if self.action in features.keys():  # noqa: SIM118 (a KeyedJaggedTensor is no mapping)
+        if self.action in features.keys():  # noqa: SIM118 (a KeyedJaggedTensor is not a mapping)
             x = x + embedded[self.action].values()
         return x, embedded[self.history], embedded[self.candidate]
 

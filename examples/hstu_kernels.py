@@ -1,18 +1,17 @@
-"""Jagged HSTU attention, forward and backward, in Triton: the kernels. `hstu_triton.py` launches them.
+"""Triton kernels of jagged HSTU attention, forward and backward. `hstu_triton.py` launches them.
 
-What they compute is what the loops of `hstu.py` define. Rows are those of [N, heads, dim] tensors whose last dimension
-is contiguous; the sequences lie one after the other and are never padded. Products are accumulated in float32, and
-silu's argument is computed again in the backward pass.
+The loops in `hstu.py` are the reference. Tensors are [N, heads, dim] with a contiguous last dimension; sequences are
+concatenated without padding. Products are accumulated in float32, and silu's argument is recomputed in backward.
 
-A program takes a block of queries (or of keys) of one sequence and one head. Which, it reads from the list of tiles, on
-the device. It keeps its block and walks over the keys (or queries) that meet it below the diagonal, in two loops:
+A program handles a block of queries (or keys) of one sequence and one head, which it reads from the list of tiles on
+the device. It keeps its block and iterates over the keys (or queries) on or below the diagonal, in two loops:
 
-* far ones, at `distances - 1` or more from the whole block: they share the last bias, which is then a number, and lie
-  inside the sequence, so nothing is masked;
-* near ones, whose biases are loaded as a tile, which also masks the future.
+* far ones, at `distances - 1` or more from the whole block: they share the last bias, a scalar, and lie inside the
+  sequence, so there is no mask;
+* near ones, whose biases are loaded as a tile, which also masks future keys.
 
-Sums have a fixed order and nothing is added atomically, so the bits are the same every time. Positions inside a tile
-are 32-bit numbers and where a tile begins is a 64-bit one: rows may lie anywhere.
+Sums have a fixed order without atomics, so results are deterministic. Positions inside a tile are 32-bit, tile
+addresses 64-bit.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ import triton.language as tl
 import hstu
 
 TILE = tl.constexpr(hstu.TILE)  # blocks divide it
-# Half the bias of a key in the future: silu and its slope are then 0, whatever the product adds to it.
+# Half the bias of a future key: silu and its derivative are then 0, regardless of the product.
 FUTURE = tl.constexpr(-1e30)
-BIAS_ROOM = tl.constexpr(512)  # what the expanded bias has before distance 0 and behind the last one
+BIAS_ROOM = tl.constexpr(512)  # padding of the expanded bias before distance 0 and after the last one
 
 
 @triton.jit
 def _dot(a, b, total, ARITHMETIC: tl.constexpr):
-    if ARITHMETIC == "upcast":  # Triton's interpreter has no products of bfloat16; those of float32 are exact
+    if ARITHMETIC == "upcast":  # Triton's interpreter has no bfloat16 products; float32 ones are exact
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     return tl.dot(a, b, total, input_precision="ieee")
 
@@ -43,19 +42,19 @@ def _product(a, b, ARITHMETIC: tl.constexpr):
 
 @triton.jit
 def _tanh_approximate(x):
-    """One instruction, good to about 2**-11, which bfloat16 does not see."""
+    """One instruction, with an error of about 2**-11, less than bfloat16's precision."""
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _sigmoid(half):
-    """Of 2 half. Not by 1 + tanh where float32 counts: for very negative arguments that has no digits left."""
+    """Sigmoid of 2 half. For float32, not via 1 + tanh, which cancels for very negative arguments."""
     return 1.0 / (1.0 + tl.exp(-2.0 * half))
 
 
 @triton.jit
 def _silu(half, ARITHMETIC: tl.constexpr):
-    """Of 2 half."""
+    """silu of 2 half."""
     if ARITHMETIC == "approximate":
         return half + half * _tanh_approximate(half)
     else:
@@ -78,7 +77,7 @@ def _silu_and_slope(half, ARITHMETIC: tl.constexpr):
 def _rows(
     x, first, stride, length, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Rows of one sequence, zero behind its end; WIDTH columns, a power of two, zero from DIM on."""
+    """Rows of one sequence, zero after its end; WIDTH columns, a power of two, zero from DIM on."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     at = x + tl.cast(first, tl.int64) * stride + (row * stride + column)
     if MASKED:
@@ -100,7 +99,7 @@ def _put(x, first, stride, length, value, ROWS: tl.constexpr, DIM: tl.constexpr)
 def _tile_of_bias(bias, shift, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COPIES: tl.constexpr):
     """Row i is the expanded bias from `shift - i` on.
 
-    Of its COPIES, number r is shifted by r places, so that i may be rounded down and loads are aligned.
+    Copy number r of its COPIES is shifted by r places, so that i can be rounded down and loads are aligned.
     """
     row = tl.arange(0, ROWS)
     at = bias + (row % COPIES) * width + (shift - row // COPIES * COPIES)
@@ -109,10 +108,10 @@ def _tile_of_bias(bias, shift, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 
 @triton.jit
 def _block(tiles, place, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Where the sequence of this block starts, its length, and the block's first row in it.
+    """Start of this block's sequence, its length, and the block's first row in it.
 
-    The list has the last tiles of the sequences first: as queries these meet the most keys. The first keys meet the
-    most queries, so keys count from the other end.
+    The list has the last tiles of the sequences first: as queries, these attend to the most keys. The first keys are
+    attended to by the most queries, so key blocks are counted from the other end.
     """
     BLOCKS: tl.constexpr = TILE // ROWS
     place = tl.cast(place, tl.int32)
@@ -127,7 +126,7 @@ def _block(tiles, place, ROWS: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def _far_keys(first, distances, GRAIN: tl.constexpr):
-    """Keys before this one are far from all queries from `first` on; a multiple of GRAIN, as `first` is."""
+    """Keys before this one are far from all queries from `first` on; a multiple of GRAIN, like `first`."""
     return tl.maximum(first - distances + 2, 0) // GRAIN * GRAIN
 
 
@@ -138,9 +137,9 @@ def _last_bias(bias, head, distances):
 
 @triton.jit(do_not_specialize=["sequences", "capacity"])
 def list_tiles(offsets, tiles, sequences, capacity, CHUNK: tl.constexpr):
-    """Row 0 of `tiles` [capacity + 1, 3] has their number; then (start, length, tile) of each, 0 behind the last.
+    """Row 0 of `tiles` [capacity + 1, 3] is their number, followed by (start, length, tile) of each, then zeros.
 
-    Program t writes tile t of all sequences that have one, behind all later tiles.
+    Program t writes tile t of all sequences that have one, after all later tiles.
     """
     tile, chunk = tl.program_id(0), tl.arange(0, CHUNK)
     behind, total = tl.zeros((CHUNK,), tl.int32), tl.zeros((CHUNK,), tl.int32)
@@ -156,7 +155,7 @@ def list_tiles(offsets, tiles, sequences, capacity, CHUNK: tl.constexpr):
         begin = tl.load(offsets + first + chunk, mask=here, other=0)
         length = tl.load(offsets + first + chunk + 1, mask=here, other=0) - begin
         has = length > tile * TILE
-        at = tiles + 3 * (place + tl.cumsum(has.to(tl.int32)))  # row 0 is none of theirs
+        at = tiles + 3 * (place + tl.cumsum(has.to(tl.int32)))  # row 0 is the count
         tl.store(at, begin.to(tl.int32), mask=has)
         tl.store(at + 1, length.to(tl.int32), mask=has)
         tl.store(at + 2, tl.zeros_like(chunk) + tile, mask=has)
@@ -170,9 +169,9 @@ def list_tiles(offsets, tiles, sequences, capacity, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["distances"])
 def expand_bias(bias, out, distances, width, COPIES: tl.constexpr, CHUNK: tl.constexpr):
-    """Half the bias, for tiles [queries, keys] and then for tiles [keys, queries]: [2, heads, COPIES, width].
+    """Half the bias, for tiles [queries, keys] and for tiles [keys, queries]: [2, heads, COPIES, width].
 
-    At y, copy r has the one of distance width - BIAS_ROOM - y + r and of distance y - BIAS_ROOM - r.
+    At y, copy r is for distance width - BIAS_ROOM - y + r and for distance y - BIAS_ROOM - r, respectively.
     """
     head, copy = tl.program_id(0) // COPIES, tl.program_id(0) % COPIES
     y = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
@@ -216,7 +215,7 @@ def forward(
 
 @triton.jit
 def _key_gradients(dk, dv, v_tile, q_tile, g_tile, half, ARITHMETIC: tl.constexpr):
-    """dk and dv with what the queries of one tile add; half is [keys, queries]."""
+    """Add the contribution of one tile's queries to dk and dv; half is [keys, queries]."""
     score, slope = _silu_and_slope(half, ARITHMETIC)
     dv = _dot(score.to(g_tile.dtype), g_tile, dv, ARITHMETIC)
     slope *= _product(v_tile, g_tile, ARITHMETIC)
@@ -243,7 +242,7 @@ def backward_keys(
     expanded += (heads + head) * (COPIES * width) + BIAS_ROOM
     dk_tile, dv_tile = tl.zeros(k_tile.shape, tl.float32), tl.zeros(v_tile.shape, tl.float32)
     last = _last_bias(bias, head, distances)
-    # Near: the tiles of queries up to `far`, and the one that the sequence ends in.
+    # Near: the tiles of queries up to `far`, and the sequence's last tile.
     far = tl.minimum(first + (KEYS + distances - 2 + QUERIES - 1) // QUERIES * QUERIES, length)
     whole = far + (length - far) // QUERIES * QUERIES
     for at in range(far, whole, QUERIES):
@@ -256,7 +255,7 @@ def backward_keys(
         at = tl.where(n < near, first + n * QUERIES, whole)
         q_tile = _rows(q, at, q_row, length, QUERIES, DIM, WIDTH, True)
         g_tile = _rows(grad, at, grad_row, length, QUERIES, VALUE_DIM, VALUE_WIDTH, True)
-        shift = tl.where(n < near, n * QUERIES, width - 2 * BIAS_ROOM + TILE)  # there all have the last bias
+        shift = tl.where(n < near, n * QUERIES, width - 2 * BIAS_ROOM + TILE)  # these all use the last bias
         half = _product(k_tile, q_tile, ARITHMETIC) * (0.5 * alpha)
         half += _tile_of_bias(expanded, shift, width, KEYS, QUERIES, COPIES)
         dk_tile, dv_tile = _key_gradients(dk_tile, dv_tile, v_tile, q_tile, g_tile, half, ARITHMETIC)
@@ -274,7 +273,7 @@ def backward_queries(
     COPIES: tl.constexpr, ARITHMETIC: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, NEAR_STAGES: tl.constexpr, GRAIN: tl.constexpr,
 ):  # fmt: skip
-    """Also, in far_sums, the gradient that the far tiles of each program leave for the last bias."""
+    """Also writes far_sums, the gradient of the last bias from each program's far tiles."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     start, length, first = _block(tiles, tl.program_id(0) // heads, QUERIES, False)
     if first >= length:
@@ -313,11 +312,11 @@ def backward_bias(
     DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     COPIES: tl.constexpr, ARITHMETIC: tl.constexpr, GRAIN: tl.constexpr,
 ):  # fmt: skip
-    """Sums the gradients of scores over tiles that are `offset` tiles below the diagonal, element by element.
+    """Sum the gradients of scores over tiles that are `offset` tiles below the diagonal, elementwise.
 
-    These have the same distances in every sequence, so `reduce_bias` takes the diagonals once, of the sums. Each
-    program has a share of the tiles: parts [programs, heads, offsets, GRAIN, GRAIN]. What belongs to the last bias goes
-    to last_sums [programs, heads, offsets].
+    These have the same distances in every sequence, so `reduce_bias` sums over diagonals only once, at the end. Each
+    program handles a share of the tiles: parts [programs, heads, offsets, GRAIN, GRAIN]. The gradient of the last bias
+    goes to last_sums [programs, heads, offsets].
     """
     offset, head = tl.program_id(0) % offsets, (tl.program_id(0) // offsets % heads).to(tl.int64)
     expanded += head * (COPIES * width) + (width - BIAS_ROOM)
@@ -348,11 +347,11 @@ def reduce_bias(
     parts, last_sums, far_sums, out, parts_count, far_count, heads, offsets, distances,
     GRAIN: tl.constexpr, AT_ONCE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """out [heads, distances]: each program has 16 distances of one head; the first of a head has the last one, too."""
+    """out [heads, distances]: each program has 16 distances of one head; a head's first one also the last distance."""
     head, distance = tl.program_id(0), tl.program_id(1) * 16 + tl.arange(0, 16)
     row, part = tl.arange(0, GRAIN)[None, :, None], tl.arange(0, AT_ONCE)[:, None, None]
     total, stride = tl.zeros((AT_ONCE, GRAIN, 16), tl.float32), heads * offsets * (GRAIN * GRAIN)
-    for which in tl.static_range(2):  # tiles of two offsets have them
+    for which in tl.static_range(2):  # tiles of two offsets contain them
         offset = tl.program_id(1) * 16 // GRAIN + which
         column = offset * GRAIN + row - distance[None, None, :]
         inside = (offset < offsets) & (column >= 0) & (column < GRAIN)

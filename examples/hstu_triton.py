@@ -1,7 +1,7 @@
-"""Jagged HSTU attention on a GPU: launches the kernels of `hstu_kernels.py`. What is computed, `hstu.py` defines.
+"""Launch the kernels of `hstu_kernels.py`: jagged HSTU attention on a GPU. The reference is in `hstu.py`.
 
-Nothing of `offsets` is read on the host: sizes come from shapes, and what depends on lengths only the kernels know.
-`list_tiles` depends on `offsets` alone, so a model calls it once per step for all of its layers.
+`offsets` is never read on the host: sizes come from shapes, and only kernels depend on lengths. `list_tiles` depends on
+`offsets` alone, so a model calls it once per step for all layers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MAX_DIM = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 
 
 class Blocks(NamedTuple):
-    """Sides of the tiles of each kernel and how it is compiled.
+    """Tile sizes of each kernel, and compile options.
 
-    GRAIN: near and far begin at its multiples, in the kernel of the queries too, whose tiles must divide it: what is
-    far for some of the queries of a tile only would be in nobody's gradient of the bias.
+    GRAIN: near and far regions begin at its multiples, also in the kernel of the queries, whose tiles must divide it.
+    Otherwise a key that is far for only some queries of a tile would be missing in the gradient of the bias.
     """
 
     forward: dict[str, int]
@@ -46,7 +46,7 @@ HALF_WIDE = Blocks(
     {"QUERIES": 64, "KEYS": 32, "NEAR_STAGES": 2, "num_warps": 4, "num_stages": 2},
     {"GRAIN": 64, "num_warps": 4, "num_stages": 1},
 )
-# Products of float32 are not for the tensor cores, so that they keep their digits.
+# float32 products do not use tensor cores, to keep full precision.
 FULL = Blocks(
     {"QUERIES": 32, "KEYS": 32, "NEAR_STAGES": 1, "num_warps": 4, "num_stages": 1},
     {"QUERIES": 32, "KEYS": 32, "NEAR_STAGES": 1, "num_warps": 4, "num_stages": 1},
@@ -75,7 +75,7 @@ def _blocks(q: Tensor, v: Tensor) -> Blocks:
 
 
 def list_tiles(offsets: Tensor, rows: int) -> Tensor:
-    """As `hstu::tiles` of `hstu.py`."""
+    """Implements `hstu::tiles` of `hstu.py`."""
     sequences = offsets.shape[0] - 1
     most = tile_capacity(sequences, rows)
     tiles = offsets.new_empty((most + 1, 3), dtype=torch.int32)
@@ -84,14 +84,14 @@ def list_tiles(offsets: Tensor, rows: int) -> Tensor:
 
 
 class _Call:
-    """What the kernels of one attention have in common."""
+    """Shared arguments of the kernels of one attention call."""
 
     def __init__(self, inputs: tuple[Tensor, ...], tiles: Tensor, bias: Tensor, alpha: float) -> None:
         q, v = inputs[0], inputs[2]
         self.rows = tuple(x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous() for x in inputs)
         self.bias, self.tiles, self.alpha, self.heads = bias.contiguous(), tiles, alpha, q.shape[1]
         self.distances = bias.shape[1]
-        # float16 has no number for the future; copies: what one load of a thread brings
+        # float16 cannot represent FUTURE; copies: elements per load of a thread
         expanded_type = torch.float32 if bias.dtype == torch.float16 else bias.dtype
         copies = 16 // expanded_type.itemsize
         self.expanded = self._expand(copies, expanded_type)
@@ -127,7 +127,7 @@ class _Call:
         kernels.backward_keys[(self.programs(block["KEYS"]),)](*tensors, *self.numbers(), **self.common, **block)
 
     def backward_queries(self, dq: Tensor, block: dict[str, int], grain: int) -> Tensor:
-        """Also returns what far keys add to the gradient of the last bias, by program."""
+        """Also returns the contribution of far keys to the gradient of the last bias, per program."""
         assert grain % block["QUERIES"] == 0, (grain, block)
         programs = self.programs(block["QUERIES"])
         sums = torch.empty(programs, device=dq.device, dtype=torch.float32)
@@ -159,7 +159,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, bias: Tensor, alpha: float, blocks: Blocks | None = None,
     padded: bool = False,
 ) -> Tensor:  # fmt: skip
-    """padded: there are rows that no tile has; they are 0."""
+    """padded: there are rows outside all tiles; they are set to 0."""
     out = v.new_zeros(v.shape) if padded else v.new_empty(v.shape)
     if out.numel():
         blocks = blocks or _blocks(q, v)
@@ -178,7 +178,7 @@ def attention_backward(
     blocks: Blocks | None = None,
     padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and bias; padded: as in `attention`."""
+    """Gradients of q, k, v and bias; padded: see `attention`."""
     if not q.numel():
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), bias.new_zeros(bias.shape)
     dq, dk, dv = (x.new_zeros(x.shape) if padded else x.new_empty(x.shape) for x in (q, k, v))

@@ -1,7 +1,7 @@
-"""The embeddings of the HSTU example in tables of freescale itself, for where TorchRec or FBGEMM has no build.
+"""The embeddings of the HSTU example in freescale's own tables, for platforms without TorchRec or FBGEMM.
 
-A table is looked up once in a step, so histories and candidates, which share one, come as one feature: the ids of a
-sample are its history and then its candidate.
+A table is looked up once per step, so histories and candidates, which share a table, are one feature: a sample's ids
+are its history followed by its candidate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import freescale
 
 
 class Jagged:
-    """The rows of all samples, one sample after the other; has what the model asks of TorchRec's JaggedTensor."""
+    """The rows of all samples, concatenated; has the methods of TorchRec's JaggedTensor that the model uses."""
 
     def __init__(self, values: Tensor, lengths: Tensor) -> None:
         self._values, self._lengths = values, lengths
@@ -29,7 +29,7 @@ class Jagged:
 
 
 class NativeTables(nn.Module):
-    """Items row-wise, actions on one rank; row-wise Adagrad in the backward pass."""
+    """Items row-wise, actions table-wise; row-wise Adagrad in the backward pass."""
 
     def __init__(self, items: int, actions: int, dim: int, device: torch.device) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class NativeTables(nn.Module):
         self.action = freescale.ShardedEmbedding(actions, dim, name="action", sharding="table_wise", **settings)
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Jagged]:
-        """Of `item`, `item_lengths`, `action` and `action_lengths` the rows of `history`, `candidate` and `action`."""
+        """From `item`, `item_lengths`, `action`, `action_lengths` to rows of `history`, `candidate` and `action`."""
         rows, lengths = self.item(features["item"]), features["item_lengths"]
         ends, history = lengths.cumsum(0), lengths - 1
         number = torch.arange(rows.shape[0] - lengths.shape[0], device=rows.device)
-        # Before row `number` of all histories stand the candidates of the samples whose histories end there or earlier.
+        # Row `number` of all histories comes after the candidates of the samples whose histories end there or earlier.
         before = torch.searchsorted(history.cumsum(0), number, right=True)
         return {
             "history": Jagged(rows.index_select(0, number + before), history),

@@ -1,9 +1,9 @@
 """PerSRec: an HSTU model that compresses long histories into a few learned tokens (arXiv 2601.03479).
 
-What a row sees, `persrec_attention.py` says: its own segment and the tokens behind earlier segments. It is trained in
-one stage: the loss is one of items, and tokens learn what the items behind them need. When it serves, the long part of
-a history is run once (`compress_history`) and only the keys and values of its tokens are kept; a request then costs
-recent x (recent + tokens) products of queries and keys, whatever the length of the history (`score`).
+A row attends to its own segment and to the tokens after earlier segments (`persrec_attention.py`). Training has one
+stage: the loss is on items, and tokens learn what later items need. For serving, the long part of a history is run once
+(`compress_history`), and only the keys and values of its tokens are kept. A request (`score`) then costs
+recent x (recent + tokens) query-key products, independent of the history's length.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from persrec_attention import Cut, cut, put_tokens, segment_attention
 
 
 def check_settings(segments: int, tokens: int, recent: int, longest: int | None = None) -> None:
-    """Raises an error that says what is wrong; `longest`: the items of the longest history, where it is known."""
+    """Raise ValueError for invalid settings. `longest`: items of the longest history, if known."""
     for name, value, why in (
         ("segments", segments, "without segments the model is HSTU"),
-        ("tokens", tokens, "later items see a segment through its tokens alone"),
-        ("recent", recent, "what is scored are the recent items"),
+        ("tokens", tokens, "later items see a segment only through its tokens"),
+        ("recent", recent, "only recent items are scored"),
     ):
         if value < 1:
-            raise ValueError(f"PerSRec wants {name} of at least 1, found {value}: {why}")
+            raise ValueError(f"PerSRec requires {name} to be at least 1, found {value}: {why}")
     if longest is not None and longest - recent < segments:
         raise ValueError(
             f"PerSRec cannot cut a history into {segments} segments: the longest has {longest} items, and "
@@ -37,11 +37,11 @@ def check_settings(segments: int, tokens: int, recent: int, longest: int | None 
 
 
 class Cache(NamedTuple):
-    """What is kept of B compressed histories, T tokens each.
+    """Kept state of B compressed histories, T tokens each.
 
     keys, values  of each block, ``[B, T, heads, dim / heads]``
     distance      rows from each token to the first recent item, ``[B, T]``
-    there         whether the history is long enough to have it
+    there         whether the history is long enough to have the token
     """
 
     keys: list[Tensor]
@@ -51,13 +51,13 @@ class Cache(NamedTuple):
 
 
 class PerSRec(HSTU):
-    """HSTU whose recent items see the rest of the history through tokens.
+    """HSTU whose recent items see the rest of the history only through tokens.
 
     Args:
-        segments, tokens, recent: the last `recent` items of a history are recent; what is before them is cut into
-            `segments` segments, with `tokens` tokens behind each. A history that is not longer than `recent` has
-            neither and is HSTU's.
-        others: as HSTU has them.
+        segments, tokens, recent: the last `recent` items of a history are recent. Earlier items are split into
+            `segments` segments, each followed by `tokens` tokens. A history of at most `recent` items has no segments
+            or tokens and is handled as in HSTU.
+        others: as in HSTU.
     """
 
     def __init__(self, *args: Any, segments: int, tokens: int, recent: int, **others: Any) -> None:
@@ -68,7 +68,7 @@ class PerSRec(HSTU):
         nn.init.normal_(self.tokens, std=0.02)
 
     def encode(self, x: Tensor, where: Cut) -> Tensor:
-        """Items' rows ``[N, dim]`` before the blocks to those behind them."""
+        """Run the blocks on the items' rows ``[N, dim]``."""
         x = put_tokens(x, self.tokens, where)
         tiles = attention_tiles(where.rows, x.shape[0])
         for block in self.blocks:
@@ -85,7 +85,7 @@ class PerSRec(HSTU):
 
     @torch.no_grad()
     def compress_history(self, features: Any) -> Cache:
-        """Of features whose histories are the long parts alone, without the recent items; candidates do not count."""
+        """Compress features whose histories hold only the long parts, without the recent items; ignores candidates."""
         x, history, _ = self.rows(features)
         each = self.tokens.shape[0]
         where = cut(history.offsets(), x.shape[0], self.segments, each, 0)
@@ -109,7 +109,7 @@ class PerSRec(HSTU):
 
     @torch.no_grad()
     def score(self, cache: Cache, features: Any) -> Tensor:
-        """``logits`` of histories in two parts: the long ones, compressed, and the recent ones of `features`."""
+        """``logits`` of histories in two parts: long ones, compressed, and the recent ones in `features`."""
         x, history, candidate = self.rows(features)
         offsets, lengths = history.offsets().to(torch.int64), history.lengths().clamp(min=1)
         tiles = attention_tiles(offsets, x.shape[0])
@@ -127,7 +127,7 @@ class PerSRec(HSTU):
 def cached_attention(
     q: Tensor, keys: Tensor, values: Tensor, cache: Cache, offsets: Tensor, bias: Tensor, alpha: float
 ) -> Tensor:
-    """What the kept tokens add to the attention of the recent rows, ``[N, H, D]``."""
+    """The contribution of the kept tokens to the attention of the recent rows, ``[N, H, D]``."""
     row = torch.arange(q.shape[0], device=q.device)
     sample = torch.searchsorted(offsets, row, right=True) - 1
     distance = (row - offsets[sample]).unsqueeze(1) + cache.distance[sample]
@@ -138,7 +138,7 @@ def cached_attention(
 
 
 def segment_lengths(length: np.ndarray, segments: int, tokens: int, recent: int) -> np.ndarray:
-    """Rows of each segment of histories so long, tokens included, the recent ones last: ``[segments + 1, samples]``."""
+    """Rows per segment of histories of these lengths, including tokens, recent last: ``[segments + 1, samples]``."""
     length = np.asarray(length, np.int64)
     before = np.maximum(length - recent, 0)
     used = np.minimum(before, segments)
@@ -148,19 +148,19 @@ def segment_lengths(length: np.ndarray, segments: int, tokens: int, recent: int)
 
 
 def attention_pairs(length: np.ndarray, segments: int, tokens: int, recent: int) -> np.ndarray:
-    """How many pairs of a query and a key the attention of each history has; 0 segments: those of HSTU."""
+    """Number of query-key pairs in each history's attention; 0 segments: that of HSTU."""
     if not segments:
         length = np.asarray(length, np.int64)
         return length * (length + 1) // 2
     rows = segment_lengths(length, segments, tokens, recent)
     own = (rows * (rows + 1) // 2).sum(0)
-    seen = np.cumsum(rows[:-1] > 0, axis=0) * tokens  # of the tokens of earlier segments
+    seen = np.cumsum(rows[:-1] > 0, axis=0) * tokens  # tokens of earlier segments
     return own + (rows[1:] * seen).sum(0)
 
 
 def cost_features(segments: int, tokens: int, recent: int) -> Callable[..., np.ndarray]:
-    """For `freescale.FittedCost`: the rows of a sample, and the pairs of its attention. Its history is the feature with
-    the most ids."""
+    """For `freescale.FittedCost`: rows per sample, and query-key pairs of its attention. The history is the feature
+    with the most ids."""
 
     def features(*lengths: np.ndarray) -> np.ndarray:
         length = np.max(np.stack(lengths), axis=0)

@@ -1,17 +1,17 @@
-"""Histories in segments with tokens behind them, and the attention between them: an operator for `persrec.py`.
+"""Histories in segments followed by tokens, and the attention between them: an operator for `persrec.py`.
 
-A history is cut into `segments` segments of (almost) equal length, except for its last `recent` items; `tokens` rows,
-the same for all users, stand behind each segment, and the recent items come last:
+A history is split into `segments` segments of (almost) equal length, except for its last `recent` items. Each segment
+is followed by `tokens` rows, which are the same for all users; the recent items come last:
 
     [items of segment 0][tokens][items of segment 1][tokens] ... [recent items]
 
-A row sees the rows of its own segment up to itself and the tokens of all earlier segments, not their items. So a
-segment is a sequence to the attention of `hstu.py`: work that the mask forbids is never listed, neither as a tile of
-its kernels nor as a turn of its loop. What is added here are the tokens of earlier segments, a few keys for each row.
-A sum is divided by the number of rows of the query's segment, which no later item changes: tokens can be kept.
+A row attends to its own segment up to itself, and to the tokens of all earlier segments, but not to their items. So a
+segment is a sequence in the attention of `hstu.py`, and masked work is never listed, neither as a tile of its kernels
+nor as an iteration of its loop. This file adds the tokens of earlier segments, a few keys per row. Sums are divided by
+the number of rows of the query's segment, which later items do not change, so tokens can be cached.
 
-The operators `persrec::attention` and its backward have a loop that defines them; on a GPU with Triton, the kernels of
-`persrec_triton.py` follow those of `hstu_triton.py`.
+The loops here are the reference for the operators `persrec::attention` and its backward. On a GPU with Triton, the
+kernels of `persrec_triton.py` run after those of `hstu_triton.py`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import hstu
 
 
 class Cut(NamedTuple):
-    """Where everything is. Of B histories with N items, S segments and k tokens:
+    """Layout of B histories with N items, S segments and k tokens:
 
-    items    ``[B (S + 1) + 1]``: the first item of each segment, the recent items being the last one of a history; N
-    rows     the same of rows, tokens included
-    number   the segment of each row, ``[N + B S k]``; B (S + 1) for rows behind the last segment, which nobody sees:
-             short histories have fewer tokens, and how many fewer only the device knows
-    source   of each row, its place among the N items and then S k tokens of each history
+    items    ``[B (S + 1) + 1]``: the first item of each segment (a history's last one is the recent items), then N
+    rows     the same for rows, including tokens
+    number   the segment of each row, ``[N + B S k]``; B (S + 1) for unused rows at the end: short histories have fewer
+             tokens, and how many is known only on the device
+    source   index of each row into the N items followed by S k tokens per history
     of_item  ``[N]``: the row of each item
     recent   ``[B]``: the segment of each history's recent items
     """
@@ -50,8 +50,8 @@ class Cut(NamedTuple):
 
 
 def cut(offsets: Tensor, count: int, segments: int, tokens: int, recent: int) -> Cut:
-    """Of histories of `count` items. One that is not longer than `recent` has no segments and no tokens; one with fewer
-    items before these than `segments` has a segment for each of them. Nothing is read on the host."""
+    """Layout of histories of `count` items. A history of at most `recent` items has no segments and no tokens; one with
+    fewer other items than `segments` has one segment per item. No host sync."""
     offsets, samples = offsets.to(torch.int64), offsets.shape[0] - 1
     before = (offsets.diff() - recent).clamp(min=0)
     used = before.clamp(max=segments)
@@ -77,17 +77,17 @@ def cut(offsets: Tensor, count: int, segments: int, tokens: int, recent: int) ->
 
 
 def put_tokens(x: Tensor, tokens: Tensor, where: Cut) -> Tensor:
-    """The items' rows ``[N, dim]`` and the tokens ``[k, dim]`` behind each segment: ``[N + B S k, dim]``."""
+    """Insert the tokens ``[k, dim]`` after each segment of the items' rows ``[N, dim]``: ``[N + B S k, dim]``."""
     copies = where.source.shape[0] - x.shape[0]
     repeated = tokens.repeat(copies // tokens.shape[0], 1)
     return torch.cat([x, repeated]).index_select(0, where.source)
 
 
 def _with_earlier_tokens(rows: Tensor, segments: int, tokens: int) -> Iterator[tuple[int, int, Tensor]]:
-    """The (start, end) of every segment with tokens before it, and their rows; reads `rows` to the host once."""
+    """The (start, end) of every segment with earlier tokens, and their rows; copies `rows` to the host once."""
     bounds = rows.tolist()
     for history in range(0, len(bounds) - 1, segments + 1):
-        ends: list[int] = []  # of the segments before
+        ends: list[int] = []  # of the earlier segments
         for start, end in zip(bounds[history:], bounds[history + 1 : history + segments + 2], strict=False):
             if ends and end > start:
                 each = torch.tensor(ends).unsqueeze(1) + torch.arange(-tokens, 0)
@@ -97,14 +97,14 @@ def _with_earlier_tokens(rows: Tensor, segments: int, tokens: int) -> Iterator[t
 
 
 def _token_scores(q: Tensor, k: Tensor, start: int, tokens: Tensor, bias: Tensor, alpha: float) -> Tensor:
-    """Of queries ``[H, R, D]`` and the keys of tokens ``[H, T, D]``, which are rows of the sequence as `start` is."""
+    """Scores of queries ``[H, R, D]`` and token keys ``[H, T, D]``; `start` and `tokens` are row numbers."""
     row = torch.arange(start, start + q.shape[1], device=q.device)
     distance = (row.unsqueeze(1) - tokens).clamp_(max=bias.shape[1] - 1)
     return torch.baddbmm(bias[:, distance], q, k.transpose(1, 2), alpha=alpha)
 
 
 def _add_by_distance(total: Tensor, slope: Tensor, start: int, tokens: Tensor) -> None:
-    """Adds `slope` [H, R, T] to `total` [H, max_distance] by distance, one token after the other: a fixed order."""
+    """Adds `slope` [H, R, T] to `total` [H, max_distance] by distance, token by token, so the order is fixed."""
     last = total.shape[1] - 1
     for column, token in enumerate(tokens.tolist()):
         first = min(start - token, last)
@@ -173,7 +173,7 @@ def _(
 
 
 def _register_fused_kernels() -> None:
-    """On a GPU, for what `hstu_triton` supports; Triton is imported when they are first called."""
+    """Register the GPU kernels for inputs that `hstu_triton` supports; Triton is imported on first call."""
 
     @_attention.register_kernel("cuda")
     def _(q, k, v, rows, number, bias, alpha, segments, tokens, tiles=None):
@@ -219,7 +219,7 @@ def _attention_flops(
     q: Any, k: Any, v: Any, rows: Any, number: Any, bias: Any, alpha: Any, segments: int, tokens: int,
     *args: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """As `hstu::attention` has it; segments are taken to be equally long."""
+    """As for `hstu::attention`; assumes segments of equal length."""
     count, heads, width = q
     return 2 * count * (count // max(rows[0] - 1, 1) + segments * tokens) * heads * (width + v[2])
 
@@ -232,9 +232,9 @@ def _attention_backward_flops(grad: Any, *args: Any, **kwargs: Any) -> int:
 def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, where: Cut, bias: Tensor, alpha: float, tiles: Tensor | None = None
 ) -> Tensor:
-    """As ``hstu_attention``, within segments and with the tokens of earlier ones; the sums are divided by the number of
-    rows of the query's segment. Rows behind the last segment are 0.
+    """``hstu_attention`` within segments, plus the tokens of earlier ones; sums are divided by the number of rows of
+    the query's segment. Unused rows at the end are 0.
 
-    tiles: ``attention_tiles(where.rows, q.shape[0])``, for several layers to share.
+    tiles: ``attention_tiles(where.rows, q.shape[0])``, to share between layers.
     """
     return _attention(q, k, v, where.rows, where.number, bias, alpha, where.segments, where.tokens, tiles)

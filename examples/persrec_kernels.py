@@ -1,9 +1,9 @@
-"""What tokens of earlier segments add to the attention of PerSRec, in Triton: the kernels. `persrec_triton.py` launches
-them behind those of `hstu_kernels.py`, which have done the segments themselves.
+"""Triton kernels for the contribution of earlier segments' tokens to PerSRec's attention. `persrec_triton.py` launches
+them after those of `hstu_kernels.py`, which handle the segments themselves.
 
-What they compute, the loops of `persrec_attention.py` define. `rows` [histories (SEGMENTS + 1) + 1] has the first row
-of each segment, `number` the segment of each row; `tiles` are those of segments. A token of a history is a column,
-segment by segment. Nothing is added atomically, and each sum has a fixed order.
+The loops in `persrec_attention.py` are the reference. `rows` [histories (SEGMENTS + 1) + 1]: the first row of each
+segment; `number`: the segment of each row; `tiles`: of the segments. A history's tokens are columns, ordered by
+segment. There are no atomics, and each sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hstu_kernels import FUTURE, _block, _dot, _product, _rows, _silu, _silu_and
 
 @triton.jit
 def _columns(rows, history, column, SEGMENTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Where these tokens of a history stand, and whether they do."""
+    """Rows of these tokens of a history, and whether they exist."""
     segment = column // TOKENS
     at = rows + history * (SEGMENTS + 1) + segment
     begin = tl.load(at, mask=segment < SEGMENTS, other=0)
@@ -45,8 +45,8 @@ def _add(x, first, stride, length, value, ROWS: tl.constexpr, DIM: tl.constexpr)
 
 @triton.jit
 def _queries(tiles, rows, number, place, SEGMENTS: tl.constexpr, QUERIES: tl.constexpr):
-    """The block of queries: start and length of its segment, its first row in it, its history, and how many of the
-    segments before it to look at: none where there are no tokens."""
+    """The block of queries: start and length of its segment, its first row in it, its history, and the number of
+    earlier segments to attend to (0 without tokens)."""
     start, length, first = _block(tiles, place, QUERIES, False)
     mine = tl.load(number + start, mask=first < length, other=0)
     history = mine // (SEGMENTS + 1)
@@ -90,7 +90,7 @@ def backward_queries(
     DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     ARITHMETIC: tl.constexpr, SEGMENTS: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Also slopes [heads, count rows, SEGMENTS TOKENS]: the gradients of scores, for the bias."""
+    """Also writes slopes [heads, count rows, SEGMENTS TOKENS], the gradients of scores, for the bias."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     start, length, first, history, before = _queries(
         tiles, rows, number, tl.program_id(0) // heads, SEGMENTS, QUERIES
@@ -127,7 +127,7 @@ def backward_keys(
     DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     ARITHMETIC: tl.constexpr, SEGMENTS: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A program has the tokens of one segment, KEYS or fewer of them, and walks over all later rows of the history."""
+    """A program handles up to KEYS tokens of one segment, and iterates over all later rows of the history."""
     BLOCKS: tl.constexpr = (TOKENS + KEYS - 1) // KEYS
     head = (tl.program_id(0) % heads).to(tl.int64)
     which = tl.program_id(0) // heads

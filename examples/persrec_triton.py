@@ -1,7 +1,7 @@
 """PerSRec's attention on a GPU: the kernels of `hstu_kernels.py` on segments, then those of `persrec_kernels.py`, which
-add the tokens of earlier segments in place. What is computed, `persrec_attention.py` defines.
+add the tokens of earlier segments in place. The reference is in `persrec_attention.py`.
 
-Nothing is read on the host. Rows behind the last segment are 0, in the result and in the gradients.
+No host sync. Unused rows at the end are 0, in the result and in the gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hstu_triton
 import persrec_kernels as kernels
 from hstu import TILE
 
-PARTS = 16  # in which the gradient of the bias is summed
+PARTS = 16  # partial sums of the bias gradient
 
 
 def _block(q: Tensor, v: Tensor) -> dict[str, int]:
@@ -25,7 +25,7 @@ def _block(q: Tensor, v: Tensor) -> dict[str, int]:
 
 
 class _Call:
-    """What the kernels of one attention have in common."""
+    """Shared arguments of the kernels of one attention call."""
 
     def __init__(
         self, inputs: tuple[Tensor, ...], rows: Tensor, bias: Tensor, alpha: float, segments: int, tokens: int

@@ -1,4 +1,4 @@
-"""Synthetic interaction histories: long-tailed lengths, Zipf ids and a label which can be learned.
+"""Synthetic interaction histories: long-tailed lengths, Zipf ids and a learnable label.
 
 Every batch is a pure function of ``(seed, rank, step)``, so a run can stop anywhere and resume, and two runs
 can be compared batch by batch.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 try:
     from torchrec.streamable import Pipelineable
-except (ImportError, OSError):  # no TorchRec, or an older one: its pipelines accept anything with the same methods
+except (ImportError, OSError):  # TorchRec is missing or too old; its pipelines only need these methods
     Pipelineable = object  # type: ignore[assignment, misc]
 
 
@@ -27,7 +27,7 @@ except (ImportError, OSError):  # no TorchRec, or an older one: its pipelines ac
 class Batch(Pipelineable):
     """Features ``history``, ``action`` and ``candidate`` of B samples and their labels, float [B].
 
-    Without TorchRec the features are tensors, those that ``NativeTables`` takes.
+    Without TorchRec the features are tensors, as ``NativeTables`` expects.
     """
 
     features: KeyedJaggedTensor | dict[str, torch.Tensor]
@@ -50,7 +50,7 @@ class Batch(Pipelineable):
         return Batch(features=features, labels=self.labels.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory of the batch until ``stream`` is done with it."""
+        """Keep the batch's memory alive until ``stream`` is done with it."""
         holders = self.features.values() if isinstance(self.features, dict) else [self.features]
         for x in (*holders, self.labels):
             x.record_stream(stream)
@@ -63,14 +63,14 @@ class SyntheticHistories:
         steps: number of batches.
         batch_size: samples per batch.
         items, actions: number of item and action ids.
-        rank: whose share of the data this is; ranks draw different batches of the same distribution.
+        rank: ranks draw different batches from the same distribution.
         seed: selects the distribution (which items are popular or liked) and the draws.
         median, sigma, cap: histories have lognormal lengths of this median and shape, at most ``cap``.
         zipf: exponent of the popularity of items.
-        empty_share: share of the histories which are empty.
-        vary_batch: let the number of samples vary from half to one and a half times ``batch_size``, and be 0
+        empty_share: share of the empty histories.
+        vary_batch: vary the number of samples between 0.5 and 1.5 times ``batch_size``, and make it 0
             in ``no_samples_share`` of the batches.
-        native: features as ``NativeTables`` takes them, not as a TorchRec KeyedJaggedTensor.
+        native: features as ``NativeTables`` expects them, not a TorchRec KeyedJaggedTensor.
     """
 
     keys = ("history", "action", "candidate")
@@ -104,11 +104,11 @@ class SyntheticHistories:
         self.empty_share = empty_share
         self.vary_batch = vary_batch
         self.no_samples_share = no_samples_share
-        # NumPy pads entropy with zeros, so the fourth word keeps this stream apart from every batch's.
+        # NumPy pads entropy with zeros, so the fourth word makes this stream distinct from every batch's.
         tables = np.random.default_rng([seed, 0, 0, 1])
         self._cumulative = np.cumsum(np.arange(1, items + 1, dtype=np.float64) ** -zipf)
         self._cumulative /= self._cumulative[-1]
-        self._item_of_rank = tables.permutation(items)  # spreads the popular ids over the table
+        self._item_of_rank = tables.permutation(items)  # spreads popular ids over the table
         self._liked = 1.0 / (1.0 + np.exp(-2.0 * tables.standard_normal(items)))  # P(label = 1 | candidate)
 
     def __len__(self) -> int:
@@ -146,7 +146,7 @@ class SyntheticHistories:
     def _native_features(
         self, history: np.ndarray, action: np.ndarray, candidate: np.ndarray, lengths: np.ndarray
     ) -> dict[str, torch.Tensor]:
-        """``item``: of each sample its history and then its candidate."""
+        """``item``: each sample's history followed by its candidate."""
         arrays = {"item": np.insert(history, np.cumsum(lengths), candidate), "item_lengths": lengths + 1}
         arrays |= {"action": action, "action_lengths": lengths}
         return {name: torch.from_numpy(x) for name, x in arrays.items()}

@@ -1,15 +1,15 @@
-"""Train an HSTU sequence recommender, once plain and once with freescale, and compare.
+"""Train an HSTU sequence recommender, first eager and then with freescale, and compare.
 
     torchrun --standalone --nproc-per-node 2 examples/train_hstu.py --steps 20
 
-The tables are TorchRec's, or freescale's own where TorchRec is not there (`--tables`). The plain run is eager TorchRec;
-with freescale's own tables it is the same model, eager: every exchange then waits where the model needs it. Both runs
-see the same batches and start from the same weights. The last line of the output is one JSON object: what was compiled
-on what, and the largest difference of any loss, dense parameter or table row between the two runs.
-With --balance the second run moves samples between the ranks, so that all have the same work: the global batch and its
-averaged gradients are the same, but sums are taken in another order.
-With --segments the model is PerSRec (persrec.py): all but the last --recent items of a history stand in so many
-segments, each with --tokens tokens behind it. The balancer's cost then knows the segments, too.
+The tables are TorchRec's, or freescale's own if TorchRec is missing (`--tables`). The first run is eager TorchRec, or
+with freescale's own tables the same model in eager mode, where every exchange blocks. Both runs use the same batches
+and initial weights. The last line of output is a JSON object: what was compiled for which device, and the largest
+difference of any loss, dense parameter or table row between the two runs.
+With --balance the second run moves samples between ranks to equalize their work. The global batch and its averaged
+gradients are the same, but sums are taken in a different order.
+With --segments the model is PerSRec (persrec.py): all but the last --recent items of a history are split into segments,
+each followed by --tokens tokens. The balancer's cost then takes the segments into account.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
     build, reference = (build_torchrec, "eager TorchRec") if args.tables == "torchrec" else (build_native, "eager")
     plain, model = build(args, device), build(args, device)
-    model.compile(backend="freescale")  # first, so that a flag that it does not know is an error now
+    model.compile(backend="freescale")  # first, so that unknown flags fail early
     expected = train(plain, histories(args), device, reference)
     loader = freescale.LookaheadLoader(histories(args), model, balance=balance(args))
     bubbles = Bubbles()
@@ -73,12 +73,12 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--sigma", type=float, default=1.0, help="sigma of the lognormal lengths")
     p.add_argument("--cap", type=int, default=420, help="longest history (21,000 in production)")
     p.add_argument("--zipf", type=float, default=1.05, help="exponent of the ids' popularity")
-    p.add_argument("--balance", action="store_true", help="move samples between ranks so that all have the same work")
-    p.add_argument("--segments", type=int, default=0, help="of PerSRec, before the recent items; 0: HSTU")
-    p.add_argument("--tokens", type=int, default=4, help="of PerSRec, behind each segment")
-    p.add_argument("--recent", type=int, default=16, help="items of PerSRec's recent part")
+    p.add_argument("--balance", action="store_true", help="move samples between ranks to equalize their work")
+    p.add_argument("--segments", type=int, default=0, help="PerSRec: segments before the recent items; 0: HSTU")
+    p.add_argument("--tokens", type=int, default=4, help="PerSRec: tokens after each segment")
+    p.add_argument("--recent", type=int, default=16, help="PerSRec: recent items")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--tables", choices=("torchrec", "native"), help="default: torchrec where it can be imported")
+    p.add_argument("--tables", choices=("torchrec", "native"), help="default: torchrec if installed")
     args = p.parse_args()
     for name in ("steps", "batch_size", "items", "dim", "blocks", "heads", "cap"):
         if getattr(args, name) < 1:
@@ -89,9 +89,9 @@ def arguments() -> argparse.Namespace:
         except ValueError as e:
             p.error(str(e))
     if "RANK" not in os.environ:
-        p.error("start this under torchrun, as in: torchrun --standalone --nproc-per-node 2 examples/train_hstu.py")
+        p.error("run this with torchrun: torchrun --standalone --nproc-per-node 2 examples/train_hstu.py")
     if args.device == "cuda" and local_rank() >= torch.cuda.device_count():
-        p.error(f"there are {torch.cuda.device_count()} GPUs for more ranks than that: start one for each")
+        p.error(f"more ranks than the {torch.cuda.device_count()} GPUs: start one rank per GPU")
     args.tables = args.tables or ("torchrec" if has_torchrec() else "native")
     return args
 
@@ -103,13 +103,13 @@ def local_rank() -> int:
 def has_torchrec() -> bool:
     try:
         import torchrec.distributed.embedding  # noqa: F401
-    except (ImportError, OSError):  # not there, or built for another torch
+    except (ImportError, OSError):  # missing, or built for another torch
         return False
     return True
 
 
 def quiet() -> None:
-    """TorchRec's planner and torch warn a good deal about things that do not matter here."""
+    """Silence irrelevant warnings of TorchRec's planner and torch."""
     warnings.filterwarnings("ignore")
     for name in ("torchrec", "torch._dynamo", "torch.fx"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -124,7 +124,7 @@ def recommender(args: argparse.Namespace, tables: torch.nn.Module) -> HSTU:
 
 
 def balance(args: argparse.Namespace) -> Any:
-    """For the loader. With segments, the cost of a sample is fitted to its rows and to what its attention computes."""
+    """The `balance` argument of the loader. With segments, the cost is fitted to rows and query-key pairs."""
     if not args.balance or not args.segments:
         return args.balance
     features = cost_features(args.segments, args.tokens, args.recent)
@@ -132,7 +132,7 @@ def balance(args: argparse.Namespace) -> Any:
 
 
 def build_native(args: argparse.Namespace, device: torch.device) -> Any:
-    """The model on freescale's own tables: items row-wise, actions on rank 0, row-wise Adagrad, dense part in DDP."""
+    """The model on freescale's own tables: items row-wise, actions table-wise, row-wise Adagrad, dense part in DDP."""
     from native_tables import NativeTables
 
     torch.manual_seed(0)
@@ -188,7 +188,7 @@ def histories(args: argparse.Namespace) -> SyntheticHistories:
 
 
 class Bubbles(dict[str, str]):
-    """What `freescale.log_to` writes of the last step that it knows, for the progress bar."""
+    """The latest values from `freescale.log_to`, for the progress bar."""
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         part = name.removeprefix("freescale/").removesuffix("_share")
@@ -203,7 +203,7 @@ def train(
     name: str,
     bubbles: Mapping[str, str] = MappingProxyType({}),
 ) -> list[torch.Tensor]:
-    """The user's loop: nothing in it knows about freescale. Returns the mean loss over ranks of every step."""
+    """The user's loop, independent of freescale. Returns the mean loss over ranks of every step."""
     dense = [p for p in model.parameters() if not hasattr(p, "_in_backward_optimizers")]
     optimizer = torch.optim.Adam(dense, lr=1e-3)
     losses = []
@@ -224,7 +224,7 @@ def train(
 
 
 def print_exchanges(stats: list[dict[str, Any]]) -> None:
-    """What the exchanges of this rank carried, summed over the steps."""
+    """Print the exchanges' traffic on this rank, summed over steps."""
     if dist.get_rank() != 0:
         return
     columns = {"rows": 9, "colliding": 11, "urgent kB": 11, "early kB": 10, "late kB": 9, "per value kB": 14}
@@ -239,13 +239,13 @@ def print_exchanges(stats: list[dict[str, Any]]) -> None:
             f"{total['bytes_urgent_per_value'] / 1e3:>14.0f}",
             file=sys.stderr,
         )
-    words = "(of rank 0; `per value`: what would be urgent in forward without bringing duplicates together)"
+    words = "(rank 0; `per value`: urgent bytes in forward without deduplication)"
     print(words, file=sys.stderr)
 
 
 def print_balance(stats: list[dict[str, Any]]) -> None:
-    """How much of a step the average rank waits for the slowest, over the steps whose times are known."""
-    known = [s for s in stats if s["measured"] is not None and s["step"] > 0]  # the first step compiles
+    """Print straggler shares, over the steps whose times are known."""
+    known = [s for s in stats if s["measured"] is not None and s["step"] > 0]  # the first step includes compilation
     if dist.get_rank() != 0 or not known:
         return
     before, after, measured = (
@@ -260,7 +260,7 @@ def print_balance(stats: list[dict[str, Any]]) -> None:
 
 
 def worst_difference(losses: list[torch.Tensor], expected: list[torch.Tensor], model: Any, plain: Any) -> float:
-    """The largest absolute difference over losses, dense parameters and table rows, of all ranks."""
+    """The largest absolute difference of losses, dense parameters and table rows, over all ranks."""
     pairs = list(zip(losses, expected, strict=True))
     ours, theirs = model.state_dict(), plain.state_dict()
     assert ours.keys() == theirs.keys()

@@ -190,12 +190,12 @@ def test_1024_and_4_and_256():
 @pytest.mark.parametrize(
     "settings, sentence",
     (
-        ({"segments": 0}, "segments of at least 1, found 0: without segments the model is HSTU"),
-        ({"tokens": 0}, "tokens of at least 1, found 0: later items see a segment through its tokens alone"),
-        ({"recent": 0}, "recent of at least 1, found 0: what is scored are the recent items"),
-        ({"tokens": -2}, "tokens of at least 1, found -2"),
-        ({"segments": -1}, "segments of at least 1, found -1"),
-        ({"recent": -5}, "recent of at least 1, found -5"),
+        ({"segments": 0}, "segments to be at least 1, found 0: without segments the model is HSTU"),
+        ({"tokens": 0}, "tokens to be at least 1, found 0: later items see a segment only through its tokens"),
+        ({"recent": 0}, "recent to be at least 1, found 0: only recent items are scored"),
+        ({"tokens": -2}, "tokens to be at least 1, found -2"),
+        ({"segments": -1}, "segments to be at least 1, found -1"),
+        ({"recent": -5}, "recent to be at least 1, found -5"),
         ({"longest": 40}, "into 3 segments: the longest has 40 items, and 0 of them are before the 64 recent ones"),
         ({"longest": 66}, "into 3 segments: the longest has 66 items, and 2 of them are before the 64 recent ones"),
     ),

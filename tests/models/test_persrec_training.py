@@ -49,9 +49,9 @@ def test_two_ranks_train_as_eager(tables):
 @pytest.mark.parametrize(
     "flags, sentence",
     (
-        (["--segments", "2", "--tokens", "0"], "tokens of at least 1, found 0"),
-        (["--segments", "-1"], "segments of at least 1, found -1"),
-        (["--segments", "1", "--recent", "0"], "recent of at least 1, found 0"),
+        (["--segments", "2", "--tokens", "0"], "tokens to be at least 1, found 0"),
+        (["--segments", "-1"], "segments to be at least 1, found -1"),
+        (["--segments", "1", "--recent", "0"], "recent to be at least 1, found 0"),
         (["--segments", "30", "--recent", "395"], "into 30 segments: the longest has 420 items, and 25 of them"),
         (["--segments", "1", "--recent", "500"], "the longest has 420 items, and 0 of them"),
     ),
