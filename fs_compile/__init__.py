@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from freescale.driver import observe
-    from freescale.report import report
+    from freescale.graph_report import report
     from freescale.runtime.balance.sample_cost import FittedCost, LengthCost
     from freescale.runtime.balance.solver import balance
     from freescale.runtime.lookahead.loader import LookaheadLoader
@@ -46,7 +46,7 @@ _LAZY = {
     "log_to": "freescale.runtime.scalars:log_to",
     "meter": "freescale.runtime.meter:METER",
     "observe": "freescale.driver:observe",
-    "report": "freescale.report:report",
+    "report": "freescale.graph_report:report",
 }
 
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from freescale.compat import distributed, module_state, torchrec
-from freescale.compat.module_state import ParameterInput
+from freescale.compat import distributed, nn_modules, torchrec
+from freescale.compat.nn_modules import ParameterInput
 from freescale.config import DENSE_CHOICES, Config, ConfigError
 from freescale.kernels import dense_error
 from freescale.runtime import agreement, dense_parameters
@@ -46,7 +46,7 @@ def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> 
     if distributed.group_by_name(group_name).size() == 1:
         return None
     owners = _Owners()
-    parameters = _unowned(module_state.parameter_inputs(gm, inputs), owners, cfg)
+    parameters = _unowned(nn_modules.parameter_inputs(gm, inputs), owners, cfg)
     trained = [p for p in parameters if p.is_trained]
     if cfg.compression().dense is not None:  # an op must find each one's unsent values
         trained = [replace(p, name=dense_error.register(p.tensor, p.name)) for p in trained]
@@ -67,7 +67,7 @@ def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> 
 
 def compare_settings(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> None:
     """For a graph without exchanges: otherwise ranks that average would wait for ranks that do not."""
-    if torch.is_grad_enabled() and any(p.is_trained for p in module_state.parameter_inputs(gm, inputs)):
+    if torch.is_grad_enabled() and any(p.is_trained for p in nn_modules.parameter_inputs(gm, inputs)):
         agreement.compare_soon("FREESCALE_DENSE", cfg.dense, DENSE_CHOICES, min(_MOMENT, cfg.timeout))
 
 
@@ -95,7 +95,7 @@ def _mark(gm: fx.GraphModule, parameters: list[ParameterInput], group_name: str)
             new = gm.graph.call_function(
                 torch.ops.freescale.averaged_parameter.default, (p.node, p.name, place, group_name)
             )
-        module_state.copy_example(new, p.node)
+        nn_modules.copy_example(new, p.node)
         # The graph's outputs keep the parameter itself.
         for user in [u for u in p.node.users if u is not new and u.op != "output"]:
             user.replace_input_with(p.node, new)
@@ -138,16 +138,16 @@ class _Owners:
     """Current owners of a tensor's gradient other than the graph."""
 
     def __init__(self) -> None:
-        modules = module_state.live_modules((nn.Module,))
+        modules = nn_modules.live_modules((nn.Module,))
         sharded = [m for m in modules if isinstance(m, NativeTables) or torchrec.is_sharded_module(m)]
         wrappers = [m for m in modules if isinstance(m, DistributedDataParallel)]
         self._of_tables = {id(p) for m in sharded for p in m.parameters()}
-        self._of_ddp = {id(p) for m in wrappers for p in module_state.averaged_by_ddp(m)}
+        self._of_ddp = {id(p) for m in wrappers for p in nn_modules.averaged_by_ddp(m)}
 
     def leave_alone(self, tensor: torch.Tensor) -> bool:
         """Whether the graph must not average it."""
         of_tables = id(tensor) in self._of_tables or tensor in AVERAGED_BY_TABLES
-        return of_tables or module_state.left_out_of_ddp(tensor)
+        return of_tables or nn_modules.left_out_of_ddp(tensor)
 
     def ddp_averages(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._of_ddp
@@ -177,13 +177,13 @@ def _say_that_ddp_averages(theirs: list[ParameterInput], cfg: Config) -> None:
 def _refuse_ddp_from_now_on() -> None:
     def check(wrapper: DistributedDataParallel) -> None:
         for name, parameter in wrapper.module.named_parameters():
-            if parameter in AVERAGED_IN_GRAPHS and not module_state.left_out_of_ddp(parameter):
+            if parameter in AVERAGED_IN_GRAPHS and not nn_modules.left_out_of_ddp(parameter):
                 raise ConfigError(
                     f"FREESCALE_DENSE=allreduce: compiled graphs already average the gradient of {name}; "
                     "do not wrap it in DistributedDataParallel"
                 )
 
-    module_state.before_ddp_wraps(check)
+    nn_modules.before_ddp_wraps(check)
 
 
 def _watch_parameters_outside_graphs(marked: list[ParameterInput], owners: _Owners) -> None:
@@ -208,7 +208,7 @@ _watched = dense_parameters.TensorSet()
 
 def _parameters_beside(marked: list[ParameterInput]) -> list[tuple[str, nn.Parameter]]:
     """The other trainable parameters of all modules that contain the marked ones."""
-    modules = module_state.live_modules((nn.Module,))
+    modules = nn_modules.live_modules((nn.Module,))
     ids = {id(p.tensor) for p in marked}
     around = {id(m) for m in modules if any(id(p) in ids for p in m._parameters.values())}
     while True:

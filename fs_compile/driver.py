@@ -2,7 +2,7 @@
 
 Inductor calls the driver for the forward and the backward graph. On a hit in torch's caches it does not run, so it only
 affects the graph, and its `uuid` covers our sources and the configuration. The results of the passes are stored next to
-the cached code (graph_records.py) and reported again on a hit.
+the cached code (graph_report.py) and reported again on a hit.
 
 The bandwidth of the link is not in the `uuid`: each process measures it, and it only affects where launches are placed
 among the compute. Code compiled for a slower link computes the same. Nor is the transport that `auto` chooses, which
@@ -25,11 +25,11 @@ from torch import fx
 import freescale.kernels
 import freescale.passes
 import freescale.runtime
-from freescale import graph_records, progress
+from freescale import graph_report
 from freescale.compat import dynamo, fx_values, inductor, logs
 from freescale.compile_once import compiling_once
 from freescale.config import Config
-from freescale.graph_records import GraphRecord
+from freescale.graph_report import GraphRecord
 from freescale.passes.exchange_meta import EXCHANGE_KEY, CannotApply, argument, dense_collectives, exchanges
 from freescale.passes.find_exchanges import count_exchanges
 from freescale.passes.graph_text import graph_text
@@ -118,25 +118,25 @@ class Driver(inductor.CustomGraphPass):
         """Compile one graph: report start and end, and store the record of the passes for cache hits."""
         direction, n, printed = direction_of(gm.graph), count_exchanges(gm.graph), self.cfg.progress
         doing = f"compiling the {direction} graph"
-        progress.say(f"{doing} ({n} exchange{'s' * (n != 1)}); this can take a minute", printed)
+        graph_report.say(f"{doing} ({n} exchange{'s' * (n != 1)}); this can take a minute", printed)
         self._record, hits, start = None, inductor.cache_hits(), time.perf_counter()
         # the backward graph is compiled separately
         with (
             agreement.while_compiling(self.cfg.timeout),
-            progress.repeating(doing, printed),
+            graph_report.repeating(doing, printed),
             compiling_once(gm, self.uuid(), self.cfg.timeout),
         ):
             compiled = compile_graph()
         spent, key = time.perf_counter() - start, inductor.cache_key(compiled)
         if inductor.cache_hits() > hits:
-            progress.say(f"loaded the {direction} graph from torch's cache in {spent:.1f} s", printed)
+            graph_report.say(f"loaded the {direction} graph from torch's cache in {spent:.1f} s", printed)
             self._recall(direction, key, spent)
         else:
-            progress.say(f"compiled the {direction} graph in {spent:.1f} s", printed)
+            graph_report.say(f"compiled the {direction} graph in {spent:.1f} s", printed)
             if self._record is not None:
                 self._to_file(self._record, spent, from_cache=False)
                 if key is not None:
-                    graph_records.keep(key, self._record)
+                    graph_report.keep(key, self._record)
         return compiled
 
     def compile_interpreted(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -160,7 +160,7 @@ class Driver(inductor.CustomGraphPass):
 
     def _recall(self, direction: str, key: str | None, spent: float) -> None:
         REPORT.from_cache[direction] += 1
-        record = graph_records.recall(key) if key is not None else None
+        record = graph_report.recall(key) if key is not None else None
         if record is None:
             log.info("no record of the passes for the cached %s graph", direction)
             self._to_file(GraphRecord(direction), spent, from_cache=True)

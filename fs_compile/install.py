@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from freescale import config
-from freescale.compat import backports, compiled_modules, dynamo_settings, logs, planned_sizes
+from freescale.compat import backports, dynamo_settings, logs, nn_modules, planned_sizes
 from freescale.runtime import agreement
 from freescale.runtime.tables import torchrec_collection, torchrec_patch
 
@@ -48,7 +48,7 @@ def install(backend: Callable[..., Any]) -> config.Config:
         return dynamo_settings.tracing(cfg.dynamic)
 
     dynamo_settings.enter_while_tracing(
-        lambda compilation: compiled_modules.backend_function(compilation) is backend,
+        lambda compilation: nn_modules.backend_function(compilation) is backend,
         context,
         lambda error: torchrec_collection.trace_with_sizes() if dynamo_settings.depends_on_data(error) else None,
     )
@@ -56,6 +56,6 @@ def install(backend: Callable[..., Any]) -> config.Config:
     planned_sizes.leave_out_contiguity()
     backports.backport_empty_grids()
     backports.backport_fake_of_fake()
-    compiled_modules.load_eager_checkpoints(backend)
+    nn_modules.load_eager_checkpoints(backend)
     torchrec_patch.patch_torchrec()
     return cfg

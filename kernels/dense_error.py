@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from freescale.compat import module_state
+from freescale.compat import nn_modules
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class ParameterError:
     def _find_optimizer(self) -> None:
         """Find the parameter's optimizer if it was created, and perhaps loaded, before the first step."""
         parameter = None if self.parameter is None else self.parameter()
-        for optimizer in module_state.live_optimizers() if parameter is not None else ():
+        for optimizer in nn_modules.live_optimizers() if parameter is not None else ():
             if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
                 self.optimizer = weakref.ref(optimizer)
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from freescale.compat import launcher_environment
+from freescale.compat import cuda
 from freescale.kernels.transports import c10d
 from freescale.simulate.cluster import Cluster, InputError, to_toml
 
@@ -40,7 +40,7 @@ def main(path: str, block: str, base: Cluster, progress: Callable[[str], None]) 
     if not Path(path).resolve().parent.is_dir():
         raise InputError(f"--calibrate {path}: no such folder: {Path(path).resolve().parent}")
     make = load_block(block)
-    on_gpu, ranks = torch.cuda.is_available(), launcher_environment.launched_ranks()
+    on_gpu, ranks = torch.cuda.is_available(), cuda.launched_ranks()
     if not on_gpu:
         torch.set_num_threads(1)
         base = replace(base, dim=128, layers=2)  # a model small enough for one core

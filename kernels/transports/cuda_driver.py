@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from freescale.compat import cuda, launcher_environment
+from freescale.compat import cuda
 from freescale.kernels.transports import cuda_calls
 from freescale.kernels.transports.cuda_calls import INVALID_CONTEXT, NOT_READY
 
@@ -199,7 +199,7 @@ def driver_of(device: torch.device) -> CudaDriver:
 
 def refuse_without_caching(what: str) -> None:
     """For transports whose Python threads send what the device has copied."""
-    if launcher_environment.cuda_caching_disabled():
+    if cuda.cuda_caching_disabled():
         raise RuntimeError(
             f"freescale: {what} cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING set: freeing a tensor would wait for "
             "the device while holding the GIL, which the sending threads need"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale.compat import distributed, launcher_environment, nixl
+from freescale.compat import cuda, distributed, nixl
 from freescale.kernels.transports.shared_segment import cpu_group, host_id
 
 
@@ -42,7 +42,7 @@ def look(group: dist.ProcessGroup, device: torch.device) -> RankView:
         _gpu_name(device.index or 0),
         backends.get("cuda", ""),
         no_rdma_reason(),
-        launcher_environment.nccl_shares_gpus(),
+        cuda.nccl_shares_gpus(),
     )
 
 

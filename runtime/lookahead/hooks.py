@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from freescale.compat import compiled_modules, torchrec
+from freescale.compat import nn_modules, torchrec
 from freescale.kernels.transports import open_transports
 from freescale.runtime.lookahead.rendezvous import Action
 from freescale.runtime.lookahead.session import Session
@@ -92,8 +92,8 @@ class ModelHooks:
             raise
 
     def _hook_calls(self, called: torch.nn.Module) -> list[Any]:
-        if compiled_modules.compiled_in_place(called):
-            return [compiled_modules.AroundCompiledCall(called, self._before_forward, self._after_forward)]
+        if nn_modules.compiled_in_place(called):
+            return [nn_modules.AroundCompiledCall(called, self._before_forward, self._after_forward)]
         return [
             called.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             called.register_forward_hook(self._after_forward, always_call=True),
@@ -262,7 +262,7 @@ def _outermost_compiled(module: torch.nn.Module, visited: set[torch.nn.Module]) 
     if module in visited:
         return
     visited.add(module)
-    if compiled_modules.is_compiled(module):
+    if nn_modules.is_compiled(module):
         yield module
         return
     for child in module.children():
@@ -280,7 +280,7 @@ def _why_no_tables(model: torch.nn.Module) -> str:
 
 
 def _not_a_module(given: Any) -> str:
-    if not compiled_modules.is_compiled(given):
+    if not nn_modules.is_compiled(given):
         return f"freescale: LookaheadLoader expects a compiled model, as in {_COMPILE}; found {type(given).__name__}"
     name = getattr(given, "__name__", "step")
     return (

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from freescale import config
-from freescale.compat import compiled_modules, distributed
+from freescale.compat import distributed, nn_modules
 from freescale.compat.exception_in_flight import describe_end_of_process, describe_exception
 from freescale.runtime.balance.sample_cost import FittedCost
 from freescale.runtime.lookahead.hooks import compiled_parts, exchanges_of, hooks_of
@@ -333,6 +333,6 @@ class LookaheadLoader:
 def _settings_of(model: torch.nn.Module) -> config.Config:
     """As the model was compiled. Wrong options are left to the backend, which reports them on every rank."""
     try:
-        return config.load(compiled_modules.options_of(model))
+        return config.load(nn_modules.options_of(model))
     except config.ConfigError:
         return config.load()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from freescale.compat import dynamo, fbgemm
+from freescale.compat import dynamo, torchrec
 from freescale.runtime import batch_structure
 from freescale.runtime.tables.fbgemm_table import FbgemmTable
 from freescale.runtime.tables.step_plan import StepPlan
@@ -32,7 +32,7 @@ class FbgemmBags(FbgemmTable):
         super().__init__(emb, descriptions, dim, device, world_size)
         if emb is None:
             return
-        specs, table_of = fbgemm.rows_and_dims(emb), fbgemm.table_of_each_feature(emb)
+        specs, table_of = torchrec.rows_and_dims(emb), torchrec.table_of_each_feature(emb)
         self._all_tables = len(tables) == len(specs)
         self._counts_lookups = self._is_adam and 0 in tables  # one of the exchanges that share the module
         elements = torch.tensor([0, *(rows * width for rows, width in specs)]).cumsum(0)
@@ -49,7 +49,7 @@ class FbgemmBags(FbgemmTable):
         """For a subset of the module's tables, a view with a row starting at every element: see `gather`."""
         if self.emb is None or self._all_tables:
             return super().weight
-        flat = fbgemm.flat_weight(self.emb).detach()
+        flat = torchrec.flat_weight(self.emb).detach()
         return flat.as_strided((flat.shape[0] - self.dim + 1, self.dim), (1, 1))
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -96,8 +96,8 @@ class FbgemmBags(FbgemmTable):
         elements = (self._first_elements[table] + row * self.dim)[:, None] + columns
         of_squares = self._first_rows[table] + row if self._is_row_wise else elements
         stored = [
-            (fbgemm.flat_weight(self.emb).detach(), elements), (fbgemm.flat_momentum(self.emb).detach(), elements),
-            (fbgemm.flat_squares(self.emb).detach(), of_squares),
+            (torchrec.flat_weight(self.emb).detach(), elements), (torchrec.flat_momentum(self.emb).detach(), elements),
+            (torchrec.flat_squares(self.emb).detach(), of_squares),
         ]  # fmt: skip
         weight, means, squares = (flat[places] for flat, places in stored)
         self._adam_step(weight, means, squares, torch.arange(rows.shape[0], device=rows.device), grads)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from freescale.compat import dynamo, fbgemm
+from freescale.compat import dynamo, torchrec
 from freescale.kernels import row_kernels
 
 # FBGEMM's names to our kernels' names. Updates depend only on the row, its gradient, the settings and the step count.
@@ -33,10 +33,10 @@ class FbgemmTable:
         self._no_rows = torch.empty(0, dim, dtype=self.row_dtype, device=device)
         if emb is None:
             return
-        table_rows = [rows for rows, _ in fbgemm.rows_and_dims(emb)]
+        table_rows = [rows for rows, _ in torchrec.rows_and_dims(emb)]
         self._table_starts = torch.tensor([0, *table_rows]).cumsum(0).to(device)
         # FBGEMM expects indices per feature; rows of a table go in through its first feature.
-        table_of = fbgemm.table_of_each_feature(emb)
+        table_of = torchrec.table_of_each_feature(emb)
         first_features = [table_of.index(t) for t in range(len(table_rows))]
         tables_before = [sum(first < f for first in first_features) for f in range(len(table_of) + 1)]
         self._tables_before = torch.tensor(tables_before, device=device)  # before each feature, and in total
@@ -45,17 +45,17 @@ class FbgemmTable:
 
     def count_lookup(self) -> None:
         if self.emb is not None and self._counts_lookups:
-            fbgemm.count_lookup(self.emb)
+            torchrec.count_lookup(self.emb)
 
     @property
     def weight(self) -> torch.Tensor:
-        return self._no_rows if self.emb is None else fbgemm.flat_weight(self.emb).detach().view(-1, self.dim)
+        return self._no_rows if self.emb is None else torchrec.flat_weight(self.emb).detach().view(-1, self.dim)
 
     def stored(self) -> tuple[torch.Tensor, ...]:
         if self.emb is None:
             return (self._no_rows,)
         states = 2 if self._is_adam else 0 if self.emb.optimizer.value == "exact_sgd" else 1
-        flat = (fbgemm.flat_weight, fbgemm.flat_momentum, fbgemm.flat_squares)
+        flat = (torchrec.flat_weight, torchrec.flat_momentum, torchrec.flat_squares)
         return tuple(tensor_of(self.emb) for tensor_of in flat[: 1 + states])
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -84,10 +84,10 @@ class FbgemmTable:
         """apply_update with the sums of sum_rows. Each rank sends a row at most once."""
         if self.emb is None:
             return
-        if self._is_adam or self.weight.dtype != self.row_dtype or not fbgemm.plain_step(self.emb):
+        if self._is_adam or self.weight.dtype != self.row_dtype or not torchrec.plain_step(self.emb):
             self.apply_update(rows, torch.ops.freescale.sum_rows.default(grad, order, ends))
             return
-        args, lr = fbgemm.optimizer_settings(self.emb)
+        args, lr = torchrec.optimizer_settings(self.emb)
         optimizer = OPTIMIZERS[self.emb.optimizer.value]
         row_kernels.update_rows(
             self.weight, self._momentum(optimizer), grad, rows, order, ends, lr, args.eps, optimizer, self.world_size,
@@ -95,8 +95,8 @@ class FbgemmTable:
         )  # fmt: skip
 
     def _apply_adam(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        means = fbgemm.flat_momentum(self.emb).detach().view(-1, self.dim)
-        squares = fbgemm.flat_squares(self.emb).detach()
+        means = torchrec.flat_momentum(self.emb).detach().view(-1, self.dim)
+        squares = torchrec.flat_squares(self.emb).detach()
         self._adam_step(self.weight, means, squares if self._is_row_wise else squares.view(-1, self.dim), rows, grads)
 
     @property
@@ -106,27 +106,27 @@ class FbgemmTable:
     def _adam_step(
         self, weight: torch.Tensor, means: torch.Tensor, squares: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor
     ) -> None:
-        args, lr = fbgemm.optimizer_settings(self.emb)
-        betas, step = (args.beta1, args.beta2), fbgemm.lookup_count(self.emb)
+        args, lr = torchrec.optimizer_settings(self.emb)
+        betas, step = (args.beta1, args.beta2), torchrec.lookup_count(self.emb)
         row_kernels.adam_rows(weight, means, squares, rows, grads, lr, args.eps, betas, args.weight_decay, step)
 
     def _momentum(self, optimizer: str) -> torch.Tensor | None:
         if optimizer == "sgd":
             return None
-        flat = fbgemm.flat_momentum(self.emb).detach()
+        flat = torchrec.flat_momentum(self.emb).detach()
         return flat if optimizer == "rowwise_adagrad" else flat.view(-1, self.dim)
 
     def settings(self) -> tuple[Any, float, int] | None:
         if self.emb is None:
             return None
-        return *fbgemm.optimizer_settings(self.emb), fbgemm.lookup_count(self.emb) if self._is_adam else 0
+        return *torchrec.optimizer_settings(self.emb), torchrec.lookup_count(self.emb) if self._is_adam else 0
 
     def set_settings(self, settings: tuple[Any, float, int] | None) -> None:
         if settings is not None:
             args, lr, count = settings
-            fbgemm.set_optimizer_settings(self.emb, (args, lr))
+            torchrec.set_optimizer_settings(self.emb, (args, lr))
             if self._is_adam:
-                fbgemm.set_lookup_count(self.emb, count)
+                torchrec.set_lookup_count(self.emb, count)
 
     def describe(self, feature: int) -> str:
         return self.descriptions[feature]
@@ -134,37 +134,37 @@ class FbgemmTable:
 
 def unsupported_reason(emb: Any) -> str | None:
     """The first reason why TorchRec must keep a module; None if it is supported."""
-    if fbgemm.in_unified_memory(emb):
+    if torchrec.in_unified_memory(emb):
         return "their rows are in unified memory"
-    if fbgemm.on_host_and_device(emb):
+    if torchrec.on_host_and_device(emb):
         return "their rows are spread over host and device"
     if emb.optimizer.value not in (*OPTIMIZERS, *ADAM):
         return f"their optimizer is {emb.optimizer.value}; freescale supports {', '.join((*OPTIMIZERS, *ADAM))}"
     if emb.optimizer.value in ADAM and (reason := _unsupported_adam(emb)) is not None:
         return reason
-    if fbgemm.decay_depends_on_history(emb):
+    if torchrec.decay_depends_on_history(emb):
         return "their weight decay depends on when a row was last seen"
     if emb.optimizer_args.gradient_clipping:
         return "FBGEMM clips the gradients of single values (gradient_clipping)"
-    weight = fbgemm.flat_weight(emb)
-    if weight.dtype != fbgemm.row_type(emb):  # FBGEMM was configured with another type
+    weight = torchrec.flat_weight(emb)
+    if weight.dtype != torchrec.row_type(emb):  # FBGEMM was configured with another type
         return f"their rows were converted to {weight.dtype}"
     if weight.dtype != torch.float32 and emb.optimizer.value in ADAM:
         return f"their rows are {weight.dtype}, and freescale's Adam supports only float32"
-    if emb.output_dtype != fbgemm.FLOAT32:
+    if emb.output_dtype != torchrec.FLOAT32:
         return "their output is not float32 (output_dtype)"
-    specs = fbgemm.rows_and_dims(emb)
-    one_width = len({dim for _, dim in specs}) == 1 or fbgemm.pools(emb)
+    specs = torchrec.rows_and_dims(emb)
+    one_width = len({dim for _, dim in specs}) == 1 or torchrec.pools(emb)
     if not one_width or weight.numel() != sum(rows * dim for rows, dim in specs):
         return "FBGEMM does not store their rows contiguously"
     return None
 
 
 def _unsupported_adam(emb: Any) -> str | None:
-    if fbgemm.corrects_bias_of_each_row(emb):
+    if torchrec.corrects_bias_of_each_row(emb):
         return "their Adam counts the steps of each row (use_rowwise_bias_correction)"
     if emb.optimizer_args.max_norm:
         return "their Adam limits the norm of rows (max_norm)"
-    if fbgemm.state_in_unified_memory(emb):
+    if torchrec.state_in_unified_memory(emb):
         return "their optimizer's state is in unified memory"
     return None

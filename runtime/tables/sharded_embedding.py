@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from freescale.compat import module_state
+from freescale.compat import nn_modules
 from freescale.kernels import row_kernels
 from freescale.kernels.planning.owners import Shard
 from freescale.kernels.transports import open_transports
@@ -161,7 +161,7 @@ class NativeTables(nn.Module):
         return f"table {table.name!r}, which has {table.rows} rows"
 
 
-module_state.leave_buffers_out_of_ddp(NativeTables)  # DDP would broadcast rank 0's rows in every forward
+nn_modules.leave_buffers_out_of_ddp(NativeTables)  # DDP would broadcast rank 0's rows in every forward
 
 
 class ShardedEmbedding(NativeTables):

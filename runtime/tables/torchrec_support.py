@@ -9,7 +9,7 @@ import logging
 from types import CodeType
 from typing import Any
 
-from freescale.compat import compiled_modules, dynamo, torchrec
+from freescale.compat import dynamo, nn_modules, torchrec
 from freescale.config import Config, load
 from freescale.runtime import batch_structure
 from freescale.runtime.tables import fbgemm_table
@@ -42,7 +42,7 @@ def report_unsupported(module: Any, reason: str) -> None:
     if message not in _warnings:
         _warnings.append(message)
         log.warning(message)
-    if load(compiled_modules.options_while_tracing()).strict:
+    if load(nn_modules.options_while_tracing()).strict:
         _strict_errors.append(message)
         raise UnsupportedTables(message)
 

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from freescale.compat import compiled_modules
+from freescale.compat import nn_modules
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ _warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 def warn_of_uncompiled_call() -> None:
     """Called by each lookup outside torch.compile. Warns once per model."""
-    module = compiled_modules.called_past_compile()
+    module = nn_modules.called_past_compile()
     if module is not None and module not in _warned:
         _warned.add(module)
         log.warning(

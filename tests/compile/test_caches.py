@@ -35,7 +35,7 @@ def _start(gbps: float) -> dict:
     from torch._dynamo.utils import counters
 
     import freescale
-    from freescale import driver, progress
+    from freescale import driver, graph_report
     from freescale.compat import logs
     from freescale.kernels.transports import link_speed
 
@@ -48,14 +48,14 @@ def _start(gbps: float) -> dict:
     with (
         mock.patch.object(link_speed, "_probe", lambda group, device: gbps * 1e9 / 8),
         mock.patch.object(logs, "trace_artifact", lambda name, text: artifacts.update({name: text()})),
-        mock.patch.object(progress, "say") as say,
+        mock.patch.object(graph_report, "say") as say,
     ):
         losses = []
         for batch in freescale.LookaheadLoader(data, compiled):
             loss = compiled(*batch)
             loss.backward()
             losses.append(float(loss.detach()))
-    report = freescale.report()
+    report = freescale.graph_report()
     return {
         "speed": max(link_speed.bytes_per_second.values()),
         "losses": losses,

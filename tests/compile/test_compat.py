@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from freescale.compat import compiled_modules, nixl, probes, triton_launch
+from freescale.compat import nixl, nn_modules, probes, triton_launch
 from freescale.compat.version import SUPPORTED, torch_version
 from freescale.kernels.transports import selection
 
@@ -134,7 +134,7 @@ def test_what_follows_a_call_that_failed_does_not_hide_why():
         raise RuntimeError("rank 1 has left")
 
     module.compile(backend="eager")
-    around = compiled_modules.AroundCompiledCall(module, lambda *_: calls.append("before"), after)
+    around = nn_modules.AroundCompiledCall(module, lambda *_: calls.append("before"), after)
     with pytest.raises(RuntimeError, match="rank 1 has left"):
         module(torch.zeros(2))
     with pytest.raises(TypeError):

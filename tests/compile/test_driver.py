@@ -17,7 +17,7 @@ import torch
 
 import freescale.passes
 from fake_world import graphs_of
-from freescale import config, driver, progress
+from freescale import config, driver, graph_report
 from freescale.compat import inductor, logs
 from freescale.passes.exchange_meta import CannotApply
 from freescale.runtime import recording
@@ -151,7 +151,7 @@ def test_a_cache_hit_runs_without_the_passes():
 def test_a_word_while_it_compiles(capfd, tmp_path):
     """Also where standard error is no terminal; not where the flag turns it off. The record tells which two graphs
     belong together."""
-    with mock.patch.object(progress, "_REPEAT_EVERY", 0.01):
+    with mock.patch.object(graph_report, "_REPEAT_EVERY", 0.01):
         _step(record=str(tmp_path))
     recording.recorder(str(tmp_path))._end()
     (rank,) = records.read(tmp_path).ranks.values()
@@ -177,7 +177,7 @@ def _words_of_a_rank() -> list[str]:
     for level, printed in ((logging.WARNING, True), (logging.WARNING, False), (logging.INFO, True)):
         log.setLevel(level)
         with contextlib.redirect_stderr(io.StringIO()) as file:
-            progress.say("something", printed)
+            graph_report.say("something", printed)
         said.append(file.getvalue())
     return said
 
@@ -190,8 +190,8 @@ def test_the_line_of_a_progress_bar_is_cleared():
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     with contextlib.redirect_stderr(terminal):
-        progress.say("something")
-    assert terminal.getvalue() == f"{progress._CLEAR}freescale: something\n"
+        graph_report.say("something")
+    assert terminal.getvalue() == f"{graph_report._CLEAR}freescale: something\n"
 
 
 LOGGED = """

@@ -93,7 +93,7 @@ def test_the_environment_is_read_in_two_places():
     """Settings of freescale in one, what torchrun and torch say in the other."""
     files = [f for folder in FOLDERS.values() for f in (ROOT / folder).rglob("*.py")]
     reading = {str(f.relative_to(ROOT)) for f in files if re.search(r"\b(environb?|getenvb?)\b", f.read_text())}
-    assert reading == {"fs_compile/config.py", "fs_compile/compat/launcher_environment.py"}
+    assert reading == {"fs_compile/config.py", "fs_compile/compat/cuda.py"}
 
 
 def python(code: str, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -63,7 +63,7 @@ LATER = (
     "torch.utils._cpp_embed_headers",
     "torch.utils.cpp_extension",
 )
-FREESCALE = (  # (not freescale.report, which would take the place of the function of that name)
+FREESCALE = (  # (not freescale.graph_report, which would take the place of the function of that name)
     "freescale.driver",
     "freescale.runtime.lookahead.loader",
     "freescale.runtime.tables.sharded_embedding",
