@@ -112,9 +112,9 @@ def train(trainee: Trainee, data: Any, watch: step_gpu_profile.DeviceProfile | N
 
 
 def meeting_ms_of(step: Any) -> float:
-    from freescale.views.step_parts import MEETING
+    from freescale.views.records import RENDEZVOUS
 
-    return sum(r.wait_ended - r.wait_began for r in step.records if r.label == MEETING) * 1e3
+    return sum(r.wait_ended - r.wait_began for r in step.records if r.label == RENDEZVOUS) * 1e3
 
 
 def as_block(trainee: Trainee, clock: Clock, host: np.ndarray, losses: list[torch.Tensor]) -> Block:
@@ -199,7 +199,7 @@ def row(ranks: list[list[Block]], variant: Variant) -> dict[str, Any]:
 
 
 def host_skew(ranks: list[list[Block]]) -> float:
-    """By how much the slowest rank's host is slower than the mean one's in a step, without the meeting of the ranks: so
+    """By how much the slowest rank's host is slower than the mean one's in a step, without the rendezvous: so
     long they wait for each other if they meet in every step. (The dense part alone has no meeting.)"""
     host = [[sum(ms) for b in blocks for ms in zip(*b.host.values(), strict=True)] for blocks in ranks]
     own = np.array(host)
@@ -214,11 +214,11 @@ def meetings(ranks: list[list[Block]]) -> np.ndarray:
 
 
 def meeting(ranks: list[list[Block]]) -> dict[str, float]:
-    """What the meeting of the ranks takes of a training thread's time: with the wait for the last rank, and without it
+    """What the rendezvous takes of a training thread's time: with the wait for the last rank, and without it
     (of the rank that waits least: it came last). `stalled`: as far as the compute stream had nothing to do."""
-    from freescale.views.step_parts import MEETING
+    from freescale.views.records import RENDEZVOUS
 
-    each, stalled = meetings(ranks), [ms for blocks in ranks for b in blocks for ms in b.waits.get(MEETING, [])]
+    each, stalled = meetings(ranks), [ms for blocks in ranks for b in blocks for ms in b.waits.get(RENDEZVOUS, [])]
     found = {"mean": float(each.mean()), "median": float(np.median(each)), "last_rank": float(np.median(each.min(0)))}
     return found | {"stalled": sum(stalled) / each.size}
 

@@ -3,7 +3,7 @@
     python benchmarks/world_size.py [--quick] [--json FILE] [--ranks 2 8 16] [--parts ranks features graphs]
 
 ranks      Real gloo ranks on this machine train a small model over a LookaheadLoader: start-up (what a loader makes:
-           groups, connections), agreement, the meeting of the ranks before a step, planning of a batch, and memory.
+           groups, connections), agreement, the rendezvous before a step, planning of a batch, and memory.
            Each rank has 40,000 ids, of 128 samples, say, however many ranks there are; planning also with 4,000 ids.
            With more ranks than cores they wait for each other to get a core, so CPU time per rank stands beside the
            wall time, and growth is that of CPU time.

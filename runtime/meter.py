@@ -22,7 +22,7 @@ import torch
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
 from freescale.kernels.transports import cuda_driver, launch_record
-from freescale.views.step_parts import BETWEEN_STEPS, LOADER, MEETING, PLANNER, straggling
+from freescale.views.records import BETWEEN_STEPS, LOADER, RENDEZVOUS, PLANNER, straggling
 
 KEPT = 10_000
 _MOST_UNTOLD = 64  # steps whose times may still be sent to other ranks
@@ -209,7 +209,7 @@ class Meter:
                     graph are in `compute`; use torch's profiler for these.)
         busy        compute and host_bound: this rank's own work
         waits       exposed, loader and straggler by cause: "urgent rows of item", "late gradients of item", "dense
-                    gradients", "loader", "planner", "meeting of the ranks", ...
+                    gradients", "loader", "planner", "rendezvous", ...
         bytes       received, by the same names; for compressed rows, excluding a rank's messages to itself
         flight      from launch to arrival, by the same names; an upper bound if it arrived before the wait
         """
@@ -239,7 +239,7 @@ def summary(step: FinishedStep) -> dict[str, Any]:
     loader = waits.get(LOADER, 0.0) + waits.get(PLANNER, 0.0)
     for_ranks = sum(waits.values()) - loader
     busy = seconds - loader - for_ranks
-    straggler = straggling(busy, for_ranks, waits.get(MEETING, 0.0), step.longest_busy)
+    straggler = straggling(busy, for_ranks, waits.get(RENDEZVOUS, 0.0), step.longest_busy)
     return {
         "step": step.name,
         "seconds": seconds,

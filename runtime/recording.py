@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.runtime import meter
-from freescale.views.step_parts import BETWEEN_STEPS
+from freescale.views.records import BETWEEN_STEPS
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from freescale.runtime import meter
-from freescale.views.step_parts import PARTS
+from freescale.views.records import PARTS
 
 
 def log_to(writer: Any, every: int = 1, prefix: str = "freescale") -> Callable[[], None]:

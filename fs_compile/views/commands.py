@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from freescale import config
-from freescale.views import page, profile, records, trace
-from freescale.views.compilations import named_graphs
-from freescale.views.summary import summarize
-from freescale.views.text import text_report
-from freescale.views.timeline import text_timeline
+from freescale.views import page, profile, records, timeline
+from freescale.views.summary import summarize, text_report
+from freescale.views.timeline import named_graphs, text_timeline
 
 
 def report(args: argparse.Namespace) -> int:
@@ -32,7 +30,7 @@ def report(args: argparse.Namespace) -> int:
             if args.html:
                 _write(args.html, page.page(run))
             if args.trace:
-                _write(args.out, json.dumps(trace.trace(run, *_range(args.trace))))
+                _write(args.out, json.dumps(timeline.trace(run, *_range(args.trace))))
         if args.profile is not None:
             found["profile"] = profile.analyse(Path(args.profile))
             texts.append(profile.text_profile(found["profile"]))

@@ -1,18 +1,101 @@
-"""A run as one self-contained HTML page with plots, light and dark."""
+"""A run as one self-contained HTML page, light and dark; its charts are SVG text with colors from CSS classes."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from freescale.views import svg
-from freescale.views.compilations import compilations, lacks_late_gradients, named_graphs
-from freescale.views.records import Run, mean, settled
-from freescale.views.step_parts import PARTS
-from freescale.views.summary import CLASSES, graph_lines, head_lines, shown_parts, summarize
-from freescale.views.text import MEANING, milliseconds, size
-from freescale.views.timeline import lanes_of_graphs
+from freescale.views.records import PARTS, Run, mean, settled
+from freescale.views.summary import (
+    CLASSES,
+    MEANING,
+    graph_lines,
+    head_lines,
+    milliseconds,
+    shown_parts,
+    size,
+    summarize,
+)
+from freescale.views.timeline import compilations, lacks_late_gradients, lanes_of_graphs, named_graphs
+
+LEFT, RIGHT, ROW, TOP = 150, 70, 24, 24
+
+
+def stacked_bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str, width: int = 900) -> str:
+    """One bar per row: (name, [(class, value), ...]), all on one scale."""
+    longest = max((sum(v for _, v in parts) for _, parts in rows), default=0.0) or 1.0
+    scale, height = (width - LEFT - RIGHT) / longest, TOP + ROW * len(rows)
+    shapes = []
+    for i, (name, parts) in enumerate(rows):
+        x, y = float(LEFT), TOP + ROW * i
+        shapes.append(f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>')
+        for kind, value in parts:
+            title = f"<title>{escape(kind)}: {value:.4g} {unit}</title>"
+            size = max(value, 0) * scale
+            shapes.append(_rect(kind, x, y + 3, size, ROW - 7, title))
+            x += size
+        shapes.append(f'<text x="{x + 6:.1f}" y="{y + 15}">{sum(v for _, v in parts):.4g}</text>')
+    return _svg(width, height, [f'<text x="{LEFT}" y="14" class="dim">{escape(unit)}</text>', *shapes])
+
+
+def stacked_area(
+    layers: Sequence[tuple[str, Sequence[float]]], unit: str, ends: tuple[str, str], width: int = 900, height: int = 220
+) -> str:
+    """Layers over time: (class, values), lowest first. `ends`: labels of the first and last value."""
+    count = len(layers[0][1]) if layers else 0
+    if not count:
+        return ""
+    bottom = height - 22
+    tops = [0.0] * count
+    highest = max(sum(values[i] for _, values in layers) for i in range(count)) or 1.0
+    xs = [LEFT / 2 + (width - LEFT / 2 - 20) * (i + 0.5) / count for i in range(count)]
+
+    def y(value: float) -> float:
+        return bottom - (bottom - TOP) * value / highest
+
+    shapes = [f'<text x="4" y="{TOP - 8}" class="dim">{highest:.4g} {escape(unit)}</text>']
+    for kind, values in layers:
+        under = [(x, y(t)) for x, t in zip(xs, tops, strict=True)]
+        tops = [t + max(v, 0.0) for t, v in zip(tops, values, strict=True)]
+        over = [(x, y(t)) for x, t in zip(xs, tops, strict=True)]
+        if count == 1:
+            (x, low), (_, high) = under[0], over[0]
+            under, over = [(x - 10, low), (x + 10, low)], [(x - 10, high), (x + 10, high)]
+        points = " ".join(f"{x:.1f},{v:.1f}" for x, v in [*under, *reversed(over)])
+        shapes.append(f'<polygon class="{kind}" points="{points}"><title>{escape(kind)}</title></polygon>')
+    shapes.append(f'<line class="axis" x1="{LEFT / 2}" y1="{bottom}" x2="{width - 20}" y2="{bottom}"/>')
+    shapes.append(f'<text x="{LEFT / 2}" y="{height - 4}" class="dim">{escape(ends[0])}</text>')
+    shapes.append(f'<text x="{width - 20}" y="{height - 4}" class="dim" text-anchor="end">{escape(ends[1])}</text>')
+    return _svg(width, height, shapes)
+
+
+def lanes(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]], unit: str, width: int = 900) -> str:
+    """Lanes over time: (name, [(begin, end, class, label), ...])."""
+    end = max((e for _, blocks in rows for _, e, _, _ in blocks), default=0.0) or 1.0
+    scale, height = (width - LEFT - 20) / end, TOP + (ROW + 6) * len(rows) + 20
+    shapes = []
+    for i, (name, blocks) in enumerate(rows):
+        y = TOP + (ROW + 6) * i
+        shapes.append(f'<text x="{LEFT - 8}" y="{y + 16}" text-anchor="end">{escape(name)}</text>')
+        shapes.append(f'<line class="axis" x1="{LEFT}" y1="{y + ROW}" x2="{width - 20}" y2="{y + ROW}"/>')
+        for begin, until, kind, label in blocks:
+            title = f"<title>{escape(label)}: {begin:.4g} to {until:.4g} {unit}</title>"
+            size = max((until - begin) * scale, 1.5)
+            shapes.append(_rect(kind, LEFT + begin * scale, y + 2, size, ROW - 3, title))
+    end_at = f'x="{width - 20}" y="{height - 4}" text-anchor="end"'
+    shapes.append(f'<text {end_at} class="dim">{end:.4g} {escape(unit)}</text>')
+    return _svg(width, height, shapes)
+
+
+def _rect(kind: str, x: float, y: float, width: float, height: float, title: str) -> str:
+    return f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}">{title}</rect>'
+
+
+def _svg(width: int, height: float, shapes: list[str]) -> str:
+    return f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(shapes)}</svg>'
+
 
 _RANKS = 32  # max bars
 _POINTS = 400  # max points of a plot over time
@@ -77,7 +160,7 @@ def _shares(s: dict[str, Any]) -> str:
         f'<tr><td>{escape(name)}</td><td class="n">{milliseconds(seconds)}</td></tr>'
         for name, seconds in s["waits"].items() if seconds > 0
     )  # fmt: skip
-    chart = _key({part: MEANING[part] for part in parts}) + svg.stacked_bars(bars, "ms")
+    chart = _key({part: MEANING[part] for part in parts}) + stacked_bars(bars, "ms")
     return (
         f"<h2>Step time breakdown</h2><p>Median step {milliseconds(s['median_step_seconds'])}, excluding the first "
         f"steps, which compile. Means per rank.</p>{chart}"
@@ -98,7 +181,7 @@ def _over_time(run: Run, s: dict[str, Any]) -> str:
     of_first_rank = next(iter(steps.values()))
     ends = f"step {of_first_rank[0]['step']}", f"step {of_first_rank[count - 1]['step']}"
     note = f" Each point is the mean of {stride} steps." if stride > 1 else ""
-    return f"<h2>Over time</h2><p>Mean of the ranks.{note}</p>{svg.stacked_area(layers, 'ms', ends)}"
+    return f"<h2>Over time</h2><p>Mean of the ranks.{note}</p>{stacked_area(layers, 'ms', ends)}"
 
 
 def _traffic(s: dict[str, Any]) -> str:
@@ -113,7 +196,7 @@ def _traffic(s: dict[str, Any]) -> str:
         f"<p>{share:.1%} of the unique rows of {escape(name)} were also in the previous batch.</p>"
         for name, share in s["collisions"].items()
     )
-    chart = svg.stacked_bars(bars, f"{unit_name} received per step and rank")
+    chart = stacked_bars(bars, f"{unit_name} received per step and rank")
     return f"<h2>Traffic</h2>{_key({c: c for c in CLASSES})}{chart}{shares}"
 
 
@@ -123,7 +206,7 @@ def _balance(s: dict[str, Any]) -> str:
     rows = [("before, predicted", b["straggler_before"]), ("after, predicted", b["straggler_after"])]
     if b["straggler_measured"] == b["straggler_measured"]:
         rows.append(("after, measured", b["straggler_measured"]))
-    bars = svg.stacked_bars([(name, [("straggler", share * 100)]) for name, share in rows], "% of a step")
+    bars = stacked_bars([(name, [("straggler", share * 100)]) for name, share in rows], "% of a step")
     moved = f"{b['moved_samples']:.1f} samples, {size(b['moved_bytes'])} moved per step."
     return f"<h2>Straggler share</h2>{bars}<p>{moved}</p>"
 
@@ -137,7 +220,7 @@ def _graphs(run: Run, s: dict[str, Any], open_texts: bool = False) -> str:
         if lanes := lanes_of_graphs(graphs):
             keys = {"compute": "compute, predicted", **{c: f"{c}, on the wire" for c in CLASSES}}
             found.append(f"<p>{escape(name)}: two steps, predicted for the traced batch:</p>")
-            found.append(_key(keys) + svg.lanes(lanes, "ms"))
+            found.append(_key(keys) + lanes(lanes, "ms"))
     for (_, graph), entry in zip(named_graphs(record.graph), s["graphs"], strict=True):
         came, exchanges = graph_lines(entry)
         found.append(f"<h3>{escape(came)}</h3>")

@@ -1,8 +1,8 @@
-"""Read FREESCALE_RECORD files: the ranks of one run.
+"""Reads FREESCALE_RECORD files: the ranks of one run, and the parts of a step's time. Does not import torch, so that
+`python -m freescale report` starts fast.
 
 A killed process may leave a truncated last line, which is skipped. Any other invalid line is an error that names file
-and line.
-"""
+and line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from freescale.views.step_parts import MEETING, PARTS, straggling
+PARTS = ("compute", "exposed", "loader", "straggler", "host_bound")  # of a step's seconds
+LOADER, PLANNER, RENDEZVOUS = "loader", "planner", "rendezvous"  # host waits between two steps
+BETWEEN_STEPS = (LOADER, PLANNER, RENDEZVOUS)
+
+
+def straggling(busy: float, waited: float, at_begin: float, longest_busy: float | None) -> float:
+    """The part of the seconds `waited` for other ranks that is due to a rank with more work in this step.
+
+    busy: this rank's own work. longest_busy: that of the busiest rank, None if unknown. at_begin: time waited until all
+    ranks had started the step, which is always due to another rank's work.
+    """
+    more = 0.0 if longest_busy is None else longest_busy - busy
+    return max(at_begin, min(more, waited))
+
 
 TICK = 1e-7  # seconds per unit of a step's times
 KINDS = ("start", "graph", "step", "plan", "balance", "end")
@@ -113,7 +126,7 @@ def _tell_straggling(run: Run) -> None:
         longest = max(_busy(s) for s in steps)
         for s in steps:
             waited = s["exposed"] + s["straggler"]
-            s["straggler"] = straggling(_busy(s), waited, s["waits"].get(MEETING, 0.0), longest)
+            s["straggler"] = straggling(_busy(s), waited, s["waits"].get(RENDEZVOUS, 0.0), longest)
             s["exposed"] = waited - s["straggler"]
 
 

@@ -1,15 +1,41 @@
-"""The predicted timeline of a compilation: when compute blocks run and messages are on the wire, in graph order.
+"""Graphs of a run by compilation, their predicted timeline, and steps as a trace for Perfetto or chrome://tracing.
 
-Uses the times by which the passes placed launches. Urgent messages and dense gradients use the training group's wire,
-early and late ones the background group's; messages on one wire are serialized.
-"""
+The timeline shows when compute blocks run and messages are on the wire, by the times with which the passes placed
+launches. Urgent messages and dense gradients use the training group's wire, early and late ones the background group's;
+messages on one wire are serialized. A compilation is a forward graph and its backward graph (train), or a forward graph
+alone (eval); a step never mixes graphs of two compilations."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from freescale.views.compilations import compilations, lacks_late_gradients
+from freescale.views.records import RecordError, Run
 from freescale.views.summary import exchanges_in_words
+
+
+def compilations(graphs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The graphs of each compilation, by name and in order. The second one that trains is "train 2"."""
+    together: dict[str, list[dict[str, Any]]] = {}
+    for graph in graphs:
+        together.setdefault(graph["compilation"], []).append(graph)
+    named: dict[str, list[dict[str, Any]]] = {}
+    count = {"train": 0, "eval": 0}
+    for of_one in together.values():
+        kind = "train" if any(g["direction"] == "backward" for g in of_one) else "eval"
+        count[kind] += 1
+        named[kind if count[kind] == 1 else f"{kind} {count[kind]}"] = of_one
+    return named
+
+
+def named_graphs(graphs: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Each graph with the name of its compilation, grouped by compilation."""
+    return [(name, graph) for name, of_one in compilations(graphs).items() for graph in of_one]
+
+
+def lacks_late_gradients(timeline: list[dict[str, Any]]) -> bool:
+    """Whether the traced batch has none; later batches send some."""
+    return any(e["do"] == "launch" and e["priority"] == "late" and not e["bytes"] for e in timeline)
+
 
 LANES = ("compute", "urgent", "dense", "late", "early")
 Blocks = dict[str, list[tuple[float, float, str, str]]]
@@ -86,3 +112,43 @@ def _text_lines(name: str, graphs: list[dict[str, Any]]) -> list[str]:
         times = f"{seconds * 1e3:.4g} ms per step, {exposed * 1e3:.4g} ms exposed"
         lines.append(f"{name}, predicted for the traced batch: {times}")
     return lines
+
+
+def trace(run: Run, first: int, last: int) -> dict[str, Any]:
+    """One process per rank, with a thread for steps, one for waits, and one per message class."""
+    events: list[dict[str, Any]] = []
+    zero = min((s["at"] for s in run.steps()), default=0.0)
+    found = False
+    for rank, record in sorted(run.ranks.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        threads: dict[str, int] = {}
+        for step in record.step:
+            if isinstance(step["step"], int) and first <= step["step"] <= last:
+                found = True
+                _add_step(events, threads, rank, step, zero)
+        for name, number in threads.items():
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}})
+    if not found:
+        known = [s["step"] for s in run.steps() if isinstance(s["step"], int)]
+        has = f"it has {min(known)} to {max(known)}" if known else "it has none"
+        raise RecordError(f"run {run.name} has no step {first if first == last else f'{first} to {last}'}; {has}")
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _add_step(
+    events: list[dict[str, Any]], threads: dict[str, int], rank: int, step: dict[str, Any], zero: float
+) -> None:
+    begin = step["at"] - zero
+
+    def add(thread: str, name: str, since: float, seconds: float, **args: Any) -> None:
+        number = threads.setdefault(thread, len(threads))
+        event = {"ph": "X", "name": name, "pid": rank, "tid": number, "ts": (begin + since) * 1e6, "dur": seconds * 1e6}
+        events.append({**event, "args": args})
+
+    add("step", f"step {step['step']}", 0.0, step["seconds"], **{k: step[k] for k in ("compute", "exposed", "loader")})
+    for label, launched, wait_began, wait_ended, size, exposed in step["launches"]:
+        if size == 0 and launched == wait_began:
+            add("waiting", label, wait_began, wait_ended - wait_began)
+            continue
+        add(label.split(" ")[0], label, launched, wait_ended - launched, bytes=size, exposed_ms=exposed * 1e3)
+        add("waiting", f"wait for {label}", wait_began, wait_ended - wait_began)

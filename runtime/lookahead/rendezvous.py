@@ -22,7 +22,7 @@ from freescale.kernels.planning import rank_mesh
 from freescale.kernels.transports import launch_record
 from freescale.runtime.agreement import first_reason
 from freescale.runtime.lookahead.step import CHANGED_BATCH, UNKNOWN_BATCH, Loop
-from freescale.views.step_parts import MEETING
+from freescale.views.records import RENDEZVOUS
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class RankSync:
 
     def _compare(self, loop: Loop, own: RankStatus) -> list[RankStatus]:
         try:
-            with launch_record.record_host_wait(MEETING):
+            with launch_record.record_host_wait(RENDEZVOUS):
                 said = self._gather(own)
         except Exception as error:
             self._disconnect()

@@ -34,7 +34,7 @@ from freescale.runtime.lookahead.planning import BatchPlanning, EndOfPlanning, P
 from freescale.runtime.meter import RankTimes
 from freescale.runtime.samples.batch_balancer import BatchBalancer
 from freescale.runtime.tables.table_exchange import Exchange
-from freescale.views.step_parts import LOADER, PLANNER
+from freescale.views.records import LOADER, PLANNER
 
 log = logging.getLogger(__name__)
 

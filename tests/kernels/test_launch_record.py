@@ -116,10 +116,10 @@ def test_a_wait_in_vain(driver):
 
 
 def test_a_time_that_the_host_was_blocked(driver):
-    with pytest.raises(ValueError), launch_record.record_host_wait("meeting of the ranks"):
+    with pytest.raises(ValueError), launch_record.record_host_wait("rendezvous"):
         raise ValueError
     (record,) = launch_record.records
-    assert isinstance(record, LaunchRecord) and record.label == "meeting of the ranks" and record.bytes == 0
+    assert isinstance(record, LaunchRecord) and record.label == "rendezvous" and record.bytes == 0
     assert record.exposed_seconds() == record.wait_ended - record.launched > 0
 
 

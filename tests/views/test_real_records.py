@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import trec
 import zoo
-from freescale.views import page, records, summary, text, timeline
-from freescale.views.compilations import compilations
+from freescale.views import page, records, summary, timeline
+from freescale.views.timeline import compilations
 from ranks import HAS_TORCHREC, RankFailed, run_ranks
 
 pytestmark = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
@@ -50,7 +50,7 @@ def _train(folder: str, killed: int | None = None) -> None:
 def shown(folder: Path) -> tuple[dict, str, str]:
     run = records.read(folder)
     found = summary.summarize(run)
-    return found, text.text_report(found), html.unescape(page.page(run))
+    return found, summary.text_report(found), html.unescape(page.page(run))
 
 
 def env(folder: Path, **more: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from freescale.__main__ import main
-from freescale.views import page, profile, records, summary, svg, text, timeline, trace
+from freescale.views import page, profile, records, summary, timeline
 
 
 def ticks(*seconds: float) -> list[int]:
@@ -67,7 +67,7 @@ def test_sums(folder):
 
 
 def test_text_says_what_matters(folder):
-    said = text.text_report(summary.summarize(records.read(folder)))
+    said = summary.text_report(summary.summarize(records.read(folder)))
     for words in ("2 ranks, 4 steps", "waiting for rows or gradients", "urgent rows of item", "before, 10.0% after",
                   "train, backward graph, loaded from torch's cache", "30.0% of the unique rows", "median step"):  # fmt: skip
         assert words in said
@@ -78,7 +78,7 @@ def test_text_says_what_matters(folder):
 def verdict_of(tmp_path: Path, *of_ranks: list, **more) -> str:
     for rank, lines in enumerate(of_ranks):
         write(tmp_path, rank, world=len(of_ranks), lines=[*lines, *more.get("also", [])])
-    return text.text_report(summary.summarize(records.read(tmp_path))).split("\n\n")[0]
+    return summary.text_report(summary.summarize(records.read(tmp_path))).split("\n\n")[0]
 
 
 PLAN = {"kind": "plan", "step": 1, "exchange": "item"}
@@ -129,7 +129,7 @@ def test_verdict_where_little_is_waited_for(tmp_path):
 
 def test_gpu_without_work_is_shown_where_it_was_measured(tmp_path):
     write(tmp_path, world=1, lines=[step(i, host_bound=0.03) for i in range(4)])
-    said = text.text_report(summary.summarize(records.read(tmp_path)))
+    said = summary.text_report(summary.summarize(records.read(tmp_path)))
     assert "host_bound" in said and "GPU idle before the model call" in said
 
 
@@ -176,12 +176,12 @@ def test_names_are_escaped(tmp_path):
 def test_a_run_without_steps(tmp_path):
     write(tmp_path, world=1, lines=[graph(exchanges=0, timeline=[], texts={})])
     run = records.read(tmp_path)
-    assert "No step was completed" in text.text_report(summary.summarize(run)) and "No step was completed" in page.page(run)
+    assert "No step was completed" in summary.text_report(summary.summarize(run)) and "No step was completed" in page.page(run)
 
 
 def test_a_killed_rank_and_one_without_a_record(tmp_path):
     write(tmp_path, 1, lines=[step(0)], tail='{"kind": "step", "ste')
-    said = text.text_report(summary.summarize(records.read(tmp_path)))
+    said = summary.text_report(summary.summarize(records.read(tmp_path)))
     assert "No record of rank 0" in said and "rank 1 is truncated" in said
 
 
@@ -224,7 +224,7 @@ def test_files_of_the_command(folder, tmp_path, capsys):
 
 
 def test_trace_keeps_the_ranks_apart(folder):
-    events = trace.trace(records.read(folder), 1, 1)["traceEvents"]
+    events = timeline.trace(records.read(folder), 1, 1)["traceEvents"]
     waits = [e for e in events if e["name"] == "wait for urgent rows of item"]
     assert [e["pid"] for e in waits] == [0, 1] and waits[0]["dur"] == pytest.approx(0.03e6)
 
@@ -243,7 +243,7 @@ def test_predicted_timeline():
 
 
 def test_charts_of_nothing():
-    assert svg.stacked_area([], "ms", ("", "")) == "" and "<svg" in svg.stacked_bars([], "ms") and "<svg" in svg.lanes([], "ms")
+    assert page.stacked_area([], "ms", ("", "")) == "" and "<svg" in page.stacked_bars([], "ms") and "<svg" in page.lanes([], "ms")
 
 
 # ---- profiles of torch -----------------------------------------------------------------------------------------------
