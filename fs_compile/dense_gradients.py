@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from freescale.compat import distributed, nn_modules, torchrec
 from freescale.compat.nn_modules import ParameterInput
 from freescale.config import DENSE_CHOICES, Config, ConfigError
-from freescale.kernels import dense_error
+from freescale.kernels import dense_average
 from freescale.runtime import agreement, dense_parameters
 from freescale.runtime.dense_parameters import AVERAGED_BY_TABLES, AVERAGED_IN_GRAPHS
 from freescale.runtime.tables.sharded_embedding import NativeTables
@@ -49,7 +49,7 @@ def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> 
     parameters = _unowned(nn_modules.parameter_inputs(gm, inputs), owners, cfg)
     trained = [p for p in parameters if p.is_trained]
     if cfg.compression().dense is not None:  # an op must find each one's unsent values
-        trained = [replace(p, name=dense_error.register(p.tensor, p.name)) for p in trained]
+        trained = [replace(p, name=dense_average.register(p.tensor, p.name)) for p in trained]
     marked = _mark(gm, trained, group_name)
     if not marked:
         return None
@@ -78,7 +78,7 @@ def before_each_run(gm: fx.GraphModule, cfg: Config) -> Callable[[Sequence[Any]]
     place = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
     marks = [n for n in gm.graph.nodes if n.target is torch.ops.freescale.averaged_parameter.default]
     names, places = [n.args[1] for n in marks], [place[n.args[0]] for n in marks]
-    return lambda args: dense_error.bind(names, [args[i] for i in places])
+    return lambda args: dense_average.bind(names, [args[i] for i in places])
 
 
 def _mark(gm: fx.GraphModule, parameters: list[ParameterInput], group_name: str) -> list[ParameterInput]:

@@ -30,9 +30,8 @@ from freescale.compat import dynamo, fx_values, inductor, logs
 from freescale.compile_once import compiling_once
 from freescale.config import Config
 from freescale.graph_report import GraphRecord
-from freescale.passes.exchange_meta import EXCHANGE_KEY, CannotApply, argument, dense_collectives, exchanges
 from freescale.passes.find_exchanges import count_exchanges
-from freescale.passes.graph_text import graph_text
+from freescale.passes.graph import EXCHANGE_KEY, CannotApply, argument, dense_collectives, exchanges, graph_text
 from freescale.passes.node_order import control_dependencies
 from freescale.passes.timeline import timeline
 from freescale.runtime import agreement, recording

@@ -1,4 +1,6 @@
-"""Row compression for exchanges. These definitions decide what is correct.
+"""Row compression for exchanges: how rows are packed for sending, and unpacked.
+
+These functions define what is correct. On a GPU the kernels of compression_triton.py do the work.
 
 A *packing* is a string in the graph:
 
@@ -6,7 +8,7 @@ A *packing* is a string in the graph:
                            6 bytes: a float32 and its position. The other values arrive as zeros
     fp16, bf16             every value, rounded to nearest
     fp8                    every value as e4m3, with one float32 scale per row; rounded to nearest
-    fp8:stochastic         the same, with stochastic rounding (rounding.py)
+    fp8:stochastic         the same, with stochastic rounding
 
 Both sides know all sizes from the plan's counts, so nothing else is exchanged. The data for one peer is its *slab*. A
 rank's slab for itself is not sent and not packed.
@@ -15,16 +17,81 @@ rank's slab for itself is not sent and not packed.
 has b * NUM // DEN - a * NUM // DEN entries: its values of largest magnitude, in the order of their positions. Ties go
 to the first position. Infinities and NaN count as the largest, so a failure stays visible. An entry is three int16: the
 two halves of the value, and its position in the block as an unsigned number.
+
+*Stochastic* rounding goes up or down to a neighbor in the narrow type, with the probability that makes the expected
+value exact. The direction depends only on the value's position and the launch number, so runs are reproducible, and no
+random generator is used. fp16 and bf16 use torch's own casts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
-from freescale.kernels import rounding
+WIDE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+FP8_MAX = 448.0
+FIRST_PRIME, SECOND_PRIME = 0x9E3779B1, 0x85EBCA77  # for the position and for the launch number
+_MASK = 0xFFFFFFFF
+_SMALLEST_SCALE = 0x00800000  # the smallest normal float32, as bits
+
+
+def fp8_row_bytes(dim: int) -> int:
+    return (dim + 3) // 4 * 4 + 4
+
+
+def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
+    """Return uint8 [n, dim padded to a multiple of 4, plus 4]: e4m3 values and a scale that maps the row's largest
+    magnitude to 448.
+
+    A row with an infinity or NaN arrives as NaN.
+    """
+    n, dim = x.shape
+    if n == 0 or dim == 0:
+        return x.new_empty((n, fp8_row_bytes(dim)), dtype=torch.uint8)
+    largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True).view(torch.float32)
+    # multiply, not divide: on a GPU torch divides by a scalar as a multiplication, and the bits must match
+    scale = (largest * (1 / FP8_MAX)).view(torch.int32).clamp(min=_SMALLEST_SCALE).view(torch.float32)
+    codes = _round_to_e4m3(x / scale, launch_number)
+    padding = codes.new_zeros((n, -dim % 4))
+    return torch.cat([codes, padding, scale.view(torch.uint8)], dim=1)
+
+
+def _round_to_e4m3(y: torch.Tensor, launch_number: int | None) -> torch.Tensor:
+    """e4m3 codes of values of at most 448: round to nearest even, or stochastically if there is a launch number."""
+    bits = y.view(torch.int32)
+    exponent = ((bits >> 23) & 0xFF).clamp(min=121)  # 2**-6 is the smallest normal number
+    unit = ((exponent - 3) << 23).view(torch.float32)  # spacing of neighbors
+    steps = y.abs() / unit
+    if launch_number is None:
+        steps = steps.round()
+    else:
+        steps = (steps + _uniform(y, launch_number)).floor()
+    rounded = (steps * unit).clamp(max=FP8_MAX)
+    wide = rounded.view(torch.int32)
+    normal = (wide >> 20) - (120 << 3)
+    code = torch.where(rounded < 2.0**-6, (rounded * 512.0).to(torch.int32), normal)
+    code = torch.where(torch.isnan(y), 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(torch.uint8)
+
+
+def _uniform(y: torch.Tensor, launch_number: int) -> torch.Tensor:
+    """Numbers in [0, 1) that depend only on the position and the launch number."""
+    h = torch.arange(y.numel(), device=y.device) * FIRST_PRIME + launch_number * SECOND_PRIME & _MASK
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & _MASK
+    return ((h ^ (h >> 16)) >> 8).float().mul_(2.0**-24).view(y.shape)
+
+
+def from_fp8(packed: torch.Tensor, out: torch.Tensor) -> None:
+    if out.numel() == 0:
+        return
+    codes = packed[:, : out.shape[1]].contiguous().view(torch.float8_e4m3fn)
+    scale = packed[:, -4:].contiguous().view(torch.float32)
+    torch.mul(codes.to(torch.float32), scale, out=out)
+
 
 ENTRY_BYTES = 6
 MAX_BLOCK = 65536  # values per block: positions are 16 bits
@@ -61,7 +128,7 @@ def row_bytes(packing: Packing, dim: int) -> int:
     """Bytes of a packed row; of one entry for `largest`."""
     if packing.kind == "largest":
         return ENTRY_BYTES
-    return rounding.fp8_row_bytes(dim) if packing.kind == "fp8" else 2 * dim
+    return fp8_row_bytes(dim) if packing.kind == "fp8" else 2 * dim
 
 
 def packed_counts(counts: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -150,3 +217,115 @@ def expand(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Packi
 def fill_with_zeros(out: torch.Tensor, slabs: Slabs) -> None:
     for first, rows in zip(slabs.first_row.tolist(), slabs.rows.tolist(), strict=True):
         out[first : first + rows] = 0.0
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Packed rows to send, and how to unpack the received ones."""
+
+    x: torch.Tensor  # uint8 [sent, bytes]
+    send_counts: torch.Tensor  # per peer; 0 for this rank
+    recv_counts: torch.Tensor
+    unpack: Callable[[torch.Tensor, torch.Tensor], None]  # (received, output rows)
+
+    @property
+    def n_recv(self) -> int:
+        return int(self.recv_counts.sum())  # counts are on the CPU
+
+
+def pack(
+    text: str, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int, launch_number: int
+) -> Packed:
+    """Pack float32 rows [n, dim], grouped by peer, without this rank's own (see copy_own).
+    `launch_number`: determines, with a value's position, how `fp8:stochastic` rounds it."""
+    packing, send, recv = parse(text), Slabs.of(send_counts, rank), Slabs.of(recv_counts, rank)
+    unpack: Callable[[torch.Tensor, torch.Tensor], None]
+    if packing.kind == "largest":
+        packed, unpack = take_largest(x, send, packing), partial(put_back, slabs=recv, packing=packing)
+    else:
+        packed = _narrow(of_others(x, send_counts, rank), packing, launch_number)
+        unpack = partial(_widen, packing=packing, counts=recv_counts, rank=rank)
+    return Packed(packed, packed_counts(send.rows, packing), packed_counts(recv.rows, packing), unpack)
+
+
+def copy_own(
+    x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int
+) -> None:
+    """Copy the rows that this rank sends to itself, uncompressed."""
+    sent, received = _own_rows(send_counts, rank), _own_rows(recv_counts, rank)
+    n, expected = sent.stop - sent.start, received.stop - received.start
+    if n != expected:
+        raise ValueError(f"freescale: rank {rank} sends {n} rows to itself and expects {expected}")
+    if n:
+        out[received] = x[sent]
+
+
+def _own_rows(counts: torch.Tensor, rank: int) -> slice:
+    numbers = counts.tolist()
+    begin = sum(numbers[:rank])
+    return slice(begin, begin + numbers[rank])
+
+
+def of_others(x: torch.Tensor, counts: torch.Tensor, rank: int) -> torch.Tensor:
+    """The rows for or from all other ranks."""
+    parts = around(x, counts, rank)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def around(x: torch.Tensor, counts: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    """The nonempty parts before and after this rank's rows; at least one tensor."""
+    own = _own_rows(counts, rank)
+    parts = [x[: own.start], x[own.stop :]]
+    return [p for p in parts if p.shape[0]] or parts[:1]
+
+
+def _narrow(x: torch.Tensor, packing: Packing, launch_number: int) -> torch.Tensor:
+    if packing.kind == "fp8":
+        number = launch_number if packing.stochastic else None
+        if x.is_cuda:
+            from freescale.kernels import compression_triton
+
+            return compression_triton.to_fp8(x, number)
+        return to_fp8(x, number)
+    return x.to(WIDE_TYPES[packing.kind]).view(torch.uint8)
+
+
+def _widen(packed: torch.Tensor, out: torch.Tensor, packing: Packing, counts: torch.Tensor, rank: int) -> None:
+    begin = 0
+    for part in around(out, counts, rank):
+        rows = packed[begin : begin + part.shape[0]]
+        if packing.kind == "fp8":
+            if part.is_cuda:
+                from freescale.kernels import compression_triton
+
+                compression_triton.from_fp8(rows, part)
+            else:
+                from_fp8(rows, part)
+        else:
+            part.copy_(rows.view(WIDE_TYPES[packing.kind]))
+        begin += part.shape[0]
+
+
+def take_largest(x: torch.Tensor, slabs: Slabs, packing: Packing, clear: bool = False) -> torch.Tensor:
+    """compress(); on a GPU in one pass over memory. `clear`: zero the selected values in `x`."""
+    if x.is_cuda:
+        from freescale.kernels import compression_triton
+
+        return compression_triton.compress(x, slabs, packing, clear)
+    packed = compress(x, slabs, packing)
+    if clear:
+        x.view(-1)[entries_of(packed, slabs, packing, x.shape[1])[0]] = 0.0
+    return packed
+
+
+def put_back(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Packing, add: bool = False) -> None:
+    """expand(); with `add`, add to `out`."""
+    if out.is_cuda:
+        from freescale.kernels import compression_triton
+
+        compression_triton.expand(packed, out, slabs, packing, add)
+    elif add:
+        places, values = entries_of(packed, slabs, packing, out.shape[1])
+        out.view(-1)[places] += values  # positions are distinct
+    else:
+        expand(packed, out, slabs, packing)

@@ -11,7 +11,7 @@ import torch
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LATE, implement, lib
-from freescale.kernels.planning import keyed_lengths, native_batch, row_requests
+from freescale.kernels.planning import native_batch, row_requests
 from freescale.kernels.planning.owners import ExchangeTables, OwnerMap, first_invalid_id
 from freescale.kernels.transports import launch_record
 
@@ -113,11 +113,11 @@ def checked_rows(ids, firsts, sizes, table, group_name, fault=None):
 
 
 def _fault(numbers):
-    return keyed_lengths.NO_FAULT if numbers is None else keyed_lengths.Fault(*numbers.tolist())
+    return row_requests.NO_FAULT if numbers is None else row_requests.Fault(*numbers.tolist())
 
 
 def count_values(lengths, offsets, values, keys, unique_keys, reader, group_name=None):
-    """Sum the lengths of each key, and check them; the second result is a keyed_lengths.Fault as numbers. If there is a
+    """Sum the lengths of each key, and check them; the second result is a row_requests.Fault as numbers. If there is a
     fault, the sums are chosen so that nothing is read past the values until plan_now raises. Both results are on the
     host, which waits for the device.
 
@@ -125,7 +125,7 @@ def count_values(lengths, offsets, values, keys, unique_keys, reader, group_name
     It keeps AOTAutograd from merging the nodes of two readers, which would leave the sizes of the second reader without
     a source."""
     lengths, offsets = lengths.cpu(), None if offsets is None else offsets.cpu()
-    fault = keyed_lengths.find_fault(keys, unique_keys, lengths, offsets, values.shape[0])
+    fault = row_requests.find_fault(keys, unique_keys, lengths, offsets, values.shape[0])
     if group_name is not None:
         with launch_record.record_host_wait("planning in the step"):
             row_requests.compare_invalid_ids(None, reader, distributed.group_by_name(group_name), fault)

@@ -22,7 +22,7 @@ from torch import fx
 from freescale.compat import distributed, fx_values
 from freescale.config import Config
 from freescale.kernels.launch import all_reduce_bytes
-from freescale.passes.exchange_meta import EXCHANGE_KEY, ORIGIN_KEYS, WAIT, CannotApply, GraphExchange, argument
+from freescale.passes.graph import EXCHANGE_KEY, ORIGIN_KEYS, WAIT, CannotApply, GraphExchange, argument
 
 aten = torch.ops.aten
 fs = torch.ops.freescale

@@ -27,7 +27,7 @@ from freescale.compat import distributed
 from freescale.config import Compression, Config
 from freescale.kernels import compression
 from freescale.kernels.compression import ENTRY_BYTES, MAX_BLOCK, Packing
-from freescale.passes.exchange_meta import EXCHANGE_KEY, CannotApply, GraphExchange, argument, exchanges
+from freescale.passes.graph import EXCHANGE_KEY, CannotApply, GraphExchange, argument, exchanges
 
 log = logging.getLogger(__name__)
 

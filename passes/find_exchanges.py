@@ -20,7 +20,7 @@ from torch import fx
 
 from freescale.config import Config
 from freescale.kernels.ops.schemas import PRIORITY_NAMES
-from freescale.passes.exchange_meta import (
+from freescale.passes.graph import (
     EXCHANGE_KEY,
     GraphExchange,
     argument,

@@ -19,7 +19,7 @@ from torch import fx
 
 from freescale.compat import fx_values
 from freescale.config import Config
-from freescale.passes.exchange_meta import EXCHANGE_KEY, ORIGIN_KEYS, WAIT, first_user
+from freescale.passes.graph import EXCHANGE_KEY, ORIGIN_KEYS, WAIT, first_user
 
 aten = torch.ops.aten
 

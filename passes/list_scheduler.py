@@ -13,7 +13,7 @@ from torch import fx
 
 from freescale.kernels.transports import link_speed
 from freescale.passes import node_cost
-from freescale.passes.exchange_meta import WAIT, GraphExchange, argument, waits_of
+from freescale.passes.graph import WAIT, GraphExchange, argument, waits_of
 from freescale.passes.node_order import Order, predecessors
 
 BACKWARD_WORK = 2.0  # cost of the backward pass relative to the forward pass

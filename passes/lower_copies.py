@@ -16,7 +16,7 @@ from torch import fx
 
 from freescale.config import Config
 from freescale.kernels.transports import selection
-from freescale.passes.exchange_meta import exchanges
+from freescale.passes.graph import exchanges
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from freescale.compat import dynamo, fx_values
-from freescale.passes.exchange_meta import WAIT
+from freescale.passes.graph import WAIT
 
 log = logging.getLogger(__name__)
 

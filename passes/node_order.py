@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from freescale.passes import node_cost
-from freescale.passes.exchange_meta import PINNED_KEY, WAIT
+from freescale.passes.graph import PINNED_KEY, WAIT
 
 Order = list[fx.Node]
 

@@ -25,7 +25,7 @@ from torch import fx
 
 from freescale.config import Config
 from freescale.passes import node_cost
-from freescale.passes.exchange_meta import PINNED_KEY, GraphExchange, exchanges, waits_of
+from freescale.passes.graph import PINNED_KEY, GraphExchange, exchanges, waits_of
 from freescale.passes.list_scheduler import ListScheduler
 from freescale.passes.node_order import Order
 

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from freescale.compat import fx_values
-from freescale.passes.exchange_meta import EXCHANGE_KEY, ORIGIN_KEYS, WAIT, GraphExchange, first_user, size_in_bytes
+from freescale.passes.graph import EXCHANGE_KEY, ORIGIN_KEYS, WAIT, GraphExchange, first_user, size_in_bytes
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten

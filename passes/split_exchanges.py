@@ -24,7 +24,7 @@ from freescale.compat import fx_values
 from freescale.config import Config
 from freescale.kernels import reference
 from freescale.passes import split_by_consumer
-from freescale.passes.exchange_meta import (
+from freescale.passes.graph import (
     EXCHANGE_KEY,
     ORIGIN_KEYS,
     CannotApply,

@@ -11,7 +11,7 @@ from torch import fx
 
 from freescale.kernels.transports import link_speed
 from freescale.passes import node_cost
-from freescale.passes.exchange_meta import GraphExchange, argument, exchanges, waits_of
+from freescale.passes.graph import GraphExchange, argument, exchanges, waits_of
 
 
 def timeline(graph: fx.Graph, bytes_per_second: float = 0.0) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from freescale.compat import dynamo
-from freescale.kernels.planning import keyed_lengths
+from freescale.kernels.planning import row_requests
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -130,7 +130,7 @@ def _split(
     keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
     """Values per key. Unlike KJT.to_dict, supports a batch without samples."""
-    fault = keyed_lengths.find_fault(len(keys), keyed_lengths.are_unique(keys), lengths, offsets, values.shape[0])
+    fault = row_requests.find_fault(len(keys), row_requests.are_unique(keys), lengths, offsets, values.shape[0])
     if fault.kind:
         raise ValueError(f"freescale: {fault.describe()}")
     counts = lengths.view(len(keys), lengths.shape[0] // len(keys)).sum(1).tolist()

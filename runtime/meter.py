@@ -22,7 +22,7 @@ import torch
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
 from freescale.kernels.transports import cuda_driver, launch_record
-from freescale.views.records import BETWEEN_STEPS, LOADER, RENDEZVOUS, PLANNER, straggling
+from freescale.views.records import BETWEEN_STEPS, LOADER, PLANNER, RENDEZVOUS, straggling
 
 KEPT = 10_000
 _MOST_UNTOLD = 64  # steps whose times may still be sent to other ranks

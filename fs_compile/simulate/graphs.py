@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from freescale import driver
 from freescale.passes import node_cost
-from freescale.passes.exchange_meta import EXCHANGE_KEY, WAIT, GraphExchange, exchanges, waits_of
+from freescale.passes.graph import EXCHANGE_KEY, WAIT, GraphExchange, exchanges, waits_of
 from freescale.passes.overlap_attention import best_order, memory_bound
 from freescale.runtime.lookahead.loader import LookaheadLoader
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding

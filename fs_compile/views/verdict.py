@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from freescale.views.records import LOADER, RENDEZVOUS, PLANNER, Run, mean, settled
+from freescale.views.records import LOADER, PLANNER, RENDEZVOUS, Run, mean, settled
 
 HIDDEN = 50e-6  # seconds: a message with a shorter wait counts as hidden
 _LITTLE = 0.02  # share of a step: no advice below
@@ -57,7 +57,8 @@ def _waits(steps: list[dict[str, Any]]) -> dict[str, float]:
     straggler time."""
     waits: dict[str, float] = {}
     for step in steps:
-        travelled = {name: seconds for name, seconds in step["waits"].items() if name not in (LOADER, PLANNER, RENDEZVOUS)}
+        other = (LOADER, PLANNER, RENDEZVOUS)
+        travelled = {name: seconds for name, seconds in step["waits"].items() if name not in other}
         share = step["exposed"] / (sum(travelled.values()) or 1.0)
         parts = {name: step["waits"].get(name, 0.0) for name in (LOADER, PLANNER)}
         parts |= {name: step[name] for name in ("straggler", "host_bound")}

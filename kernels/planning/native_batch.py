@@ -1,35 +1,204 @@
-"""Batch planning with the other ranks, in C (batch_plan.c): one call per batch, without the GIL.
+"""Batch planning with the other ranks, in C (batch_plan.c): one call per batch, without the GIL, concurrent with the
+training thread. If the caller's guess of the plans' size was too small, it takes a second call.
 
-If the caller's guess of the plans' size was too small, it takes a second call.
+The arrays of all exchanges share one int64 buffer, so that one copy moves them to a device.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from freescale.kernels.planning import native_plan, row_requests
-from freescale.kernels.planning.batch_plan import (
-    GRADIENT_ARRAYS,
-    NOTHING,
-    ROWS_ARRAYS,
-    Copy,
-    ExchangeCounts,
-    Extents,
-    Planned,
-    PlannedExchange,
-    Room,
-    Told,
-)
-from freescale.kernels.planning.keyed_lengths import NO_FAULT, Fault
+from freescale.kernels.native import c_library
+from freescale.kernels.planning import row_requests
 from freescale.kernels.planning.owners import ExchangeTables
 from freescale.kernels.planning.rank_mesh import GroupMesh, RankMesh
+from freescale.kernels.planning.row_requests import NO_FAULT, Fault
+
+# Arrays of one exchange: first those for the rows of a batch,
+ROWS_ARRAYS = ("ids", "inverse", "order", "ends", "early_rows", "urgent_rows")
+# then those for the gradients of the previous batch: which keys, then the owner's distinct rows, their order and ends.
+GRADIENT_ARRAYS = tuple(
+    f"{kind}_{name}" for kind in ("urgent", "late") for name in ("keys", "rows", "order", "ends")
+)
+ALIGNMENT = 16  # elements: 128 bytes; device allocations are at least 16-byte aligned
+
+
+class ExchangeCounts(NamedTuple):
+    """[world] each: rows from owners (recv) and to requesters (send). Gradients go the other way."""
+
+    urgent_recv: torch.Tensor
+    urgent_send: torch.Tensor
+    other_recv: torch.Tensor
+    other_send: torch.Tensor
+
+
+Told = tuple[int, int]  # two numbers that ranks exchange with a batch; opaque to planning
+NOTHING: Told = (-1, 0)
+
+
+class Extent(NamedTuple):
+    """Offset and size of an array in the buffer, in elements."""
+
+    offset: int
+    size: int
+
+
+class Extents:
+    """Extents of several arrays, as the C code writes and reads them: `numbers` is a ctypes array of int64 with the
+    offset and size of each; these are the ones from `begin` to `end`."""
+
+    __slots__ = ("numbers", "begin", "end")
+
+    def __init__(self, numbers: Any, begin: int, end: int) -> None:
+        self.numbers, self.begin, self.end = numbers, begin, end
+
+    @classmethod
+    def of(cls, extents: Sequence[Extent]) -> Extents:
+        numbers = [number for extent in extents for number in extent]
+        return cls((ctypes.c_int64 * len(numbers))(*numbers), 0, len(extents))
+
+    def __getitem__(self, i: int) -> Extent:
+        place = 2 * range(self.begin, self.end)[i]
+        return Extent(self.numbers[place], self.numbers[place + 1])
+
+    def __iter__(self) -> Iterator[Extent]:
+        return map(self.__getitem__, range(self.end - self.begin))
+
+    def first(self, n: int) -> Extents:
+        return Extents(self.numbers, self.begin, self.begin + n)
+
+
+class Copy(NamedTuple):
+    """Source and destination addresses, and bytes."""
+
+    to: int
+    from_: int
+    size: int
+
+
+class Room(NamedTuple):
+    """Memory for plans, and other copies to make when they are planned."""
+
+    address: int
+    elements: int
+    copies: Sequence[Copy] = ()
+
+
+class PlannedExchange(NamedTuple):
+    """The plan of one exchange of a batch."""
+
+    rows: Extents
+    row_counts: ExchangeCounts
+    urgent_entries: int  # positions with urgent rows
+    gradients: Extents  # of the previous batch (empty for the first); in self-contained plans, of this batch
+    gradient_counts: ExchangeCounts
+
+
+# Elements written, and a function that reads the plans, called when and where they are needed.
+Planned = tuple[int, Callable[[], list[PlannedExchange]]]
+
+
+NO_MEMORY = -1
+_KNOWN = (torch.int32, torch.int64)  # id dtypes
+_SIGNATURES = {  # P: pointer, n: integer, d: double, v: void; the result comes first
+    "fs_new_mesh": "PnnPP",
+    "fs_free_mesh": "vP",
+    "fs_all_same": "nPPndP",
+    "fs_give_up": "vP",
+    "fs_new_batch_plan": "PPnnPn",
+    "fs_free_batch_plan": "vP",
+    "fs_plan_batch": "nPPdPPPPPn",
+    "fs_request_and_plan": "nPnPPdPPPPnPPPn",
+    "fs_room_of_last": "nP",
+    "fs_plan_last": "nPPPP",
+}
+
+
+RANK_LEFT = -3  # returned if a rank disconnected
+
+
+@cache
+def library() -> Any:
+    """Load the C library and declare its functions."""
+    functions = c_library.require()
+    types = {"P": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double, "v": None}
+    for name, kinds in _SIGNATURES.items():
+        function = getattr(functions, name)
+        function.restype, *function.argtypes = (types[kind] for kind in kinds)
+    return functions
+
+
+def require_memory(address: int | None) -> int:
+    if not address:
+        raise MemoryError("freescale: out of memory while planning a batch")
+    return address
+
+
+def checked(result: int) -> int:
+    require_memory(result != NO_MEMORY)
+    return result
+
+
+def tensor(array: np.ndarray) -> torch.Tensor:
+    # An empty array may have stride 0, and a compiled graph would specialize on that.
+    return torch.from_numpy(array) if array.size else torch.empty(0, dtype=torch.int64)
+
+
+def address_of(x: np.ndarray) -> int:
+    return x.__array_interface__["data"][0]
+
+
+class FeatureIds(ctypes.Structure):
+    """The ids of some features. It does not keep them alive."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("ids", "lengths", "is_int64")]
+
+    def __init__(self, ids: Sequence[torch.Tensor]) -> None:
+        # Ids of another dtype or layout are copied.
+        ids = [i if i.dtype in _KNOWN and i.is_contiguous() else i.long().contiguous() for i in ids]
+        self.tensors = ids
+        numbers = ctypes.c_int64 * len(ids)
+        self._arrays = (
+            numbers(*(i.data_ptr() for i in ids)),
+            numbers(*(i.shape[0] for i in ids)),
+            numbers(*(i.dtype == torch.int64 for i in ids)),
+        )
+        super().__init__(*map(ctypes.addressof, self._arrays))
+
+
+_OWNER_FIELDS = ("first_rows", "table_sizes", "bounds", "shifts", "shard_order", "starts")
+
+
+class RowOwners(ctypes.Structure):
+    """Where the rows of an exchange are: owners.OwnerMap, and the tables of its features."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("features", "shards", "world", "bound")),
+        *((name, ctypes.c_void_p) for name in _OWNER_FIELDS),
+    ]
+
+    def __init__(
+        self,
+        first_rows: Sequence[int],
+        table_sizes: Sequence[int],
+        bounds: torch.Tensor,
+        shifts: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> None:
+        bound = max((first + size for first, size in zip(first_rows, table_sizes, strict=True)), default=0)
+        of_shards = [bounds.numpy(), shifts.numpy(), np.argsort(bounds.numpy() + shifts.numpy()), starts.numpy()]
+        self._arrays = [np.array(x, dtype=np.int64) for x in (first_rows, table_sizes, *of_shards)]
+        sizes = len(first_rows), bounds.shape[0], starts.shape[0] - 1, bound
+        super().__init__(*sizes, *map(address_of, self._arrays))
+
 
 _ARRAYS = len(ROWS_ARRAYS) + len(GRADIENT_ARRAYS)
 _COUNTS = 2 * len(ExchangeCounts._fields)  # of rows, of gradients
@@ -56,23 +225,23 @@ class BatchPlan:
     def __init__(
         self, mesh: RankMesh | GroupMesh, tables: Sequence[ExchangeTables], timeout: float, whole: bool = False
     ) -> None:
-        functions = native_plan.library()
-        owners = [native_plan.RowOwners(t.first_rows, t.table_sizes, *t.owners) for t in tables]
+        functions = library()
+        owners = [RowOwners(t.first_rows, t.table_sizes, *t.owners) for t in tables]
         self._mesh, self._timeout, self.whole = mesh, timeout, whole
         self._world, self._exchanges = mesh.world, len(owners)
-        self._owners = (native_plan.RowOwners * len(owners))(*owners)
+        self._owners = (RowOwners * len(owners))(*owners)
         self._kept = owners  # a structure does not keep its pointers' targets alive
         of_owners = len(owners), ctypes.addressof(self._owners)
         address = functions.fs_new_batch_plan(mesh.address, mesh.world, *of_owners, whole)
-        self._address = native_plan.require_memory(address)
+        self._address = require_memory(address)
         # Not at exit: a thread may still be waiting in C.
         weakref.finalize(self, functions.fs_free_batch_plan, self._address).atexit = False
         self._results: Any = None  # of the batch being planned
         self._counts: np.ndarray = np.empty(0)  # they point into this array
         self._planned_in: Room | None = None  # set if `request` has already planned the batch
         self._headers = np.empty((mesh.world, row_requests.header_width(len(owners))), dtype=np.int64)
-        self._ids: native_plan.FeatureIds | None = None  # of the batch being planned
-        self._headers_address = native_plan.address_of(self._headers)
+        self._ids: FeatureIds | None = None  # of the batch being planned
+        self._headers_address = address_of(self._headers)
         self._needed, self._used, self._failed = answers = [ctypes.c_int64() for _ in range(3)]
         self._needed_address, self._used_address, self._failed_address = map(ctypes.addressof, answers)
 
@@ -83,10 +252,10 @@ class BatchPlan:
         it stops (no ids). Returns None if all ranks proceed with valid ids, else what they reported. Collective.
 
         If all ranks proceed and `room` is large enough, it may also do the work of `plan`."""
-        self._ids = None if ids is None else native_plan.FeatureIds(ids)
+        self._ids = None if ids is None else FeatureIds(ids)
         address = None if self._ids is None else ctypes.addressof(self._ids)
         memory, elements, copies = room if room is not None else _NO_ROOM
-        answer = native_plan.library().fs_request_and_plan(
+        answer = library().fs_request_and_plan(
             self._address, status, (ctypes.c_int64 * 2)(*tell), address, self._timeout, self._headers_address,
             self._needed_address, self._failed_address, memory, elements, self._used_address, self._new_results(),
             _numbers(copies), len(copies)
@@ -109,7 +278,7 @@ class BatchPlan:
         after all ranks agreed to proceed. Collective."""
         assert self._ids is not None
         if self._planned_in is not room:
-            answer = native_plan.library().fs_plan_batch(
+            answer = library().fs_plan_batch(
                 self._address, ctypes.addressof(self._ids), self._timeout, room.address, self._used_address,
                 self._new_results(), self._failed_address, _numbers(room.copies), len(room.copies)
             )  # fmt: skip
@@ -119,19 +288,19 @@ class BatchPlan:
     @property
     def needed_for_last(self) -> int:
         """Upper bound on the elements that `plan_last` writes."""
-        return native_plan.library().fs_room_of_last(self._address)
+        return library().fs_room_of_last(self._address)
 
     def plan_last(self, room: Room) -> Planned:
         """Plan the gradients of the last batch: all are urgent."""
         results = self._new_results()
-        self._checked(native_plan.library().fs_plan_last(self._address, room.address, self._used_address, results))
+        self._checked(library().fs_plan_last(self._address, room.address, self._used_address, results))
         return self._read_results()
 
     def _new_results(self) -> int:
         """Allocate results and return their address. Results of earlier plans stay valid."""
         self._results = (_Result * self._exchanges)()
         self._counts = np.zeros((self._exchanges, _COUNTS, self._world), dtype=np.int64)
-        address = native_plan.address_of(self._counts)
+        address = address_of(self._counts)
         for i, result in enumerate(self._results):
             result.counts = address + i * self._counts.strides[0]
         return ctypes.addressof(self._results)
@@ -141,10 +310,10 @@ class BatchPlan:
         return self._used.value, lambda: [_read(*pair, whole) for pair in zip(results, counts, strict=True)]
 
     def _checked(self, result: int) -> int:
-        if native_plan.checked(result) < 0:
+        if checked(result) < 0:
             if self._mesh.failure is not None:
                 raise self._mesh.failure
-            what = "disconnected" if result == native_plan.RANK_LEFT else f"did not respond within {self._timeout:g} s"
+            what = "disconnected" if result == RANK_LEFT else f"did not respond within {self._timeout:g} s"
             raise RuntimeError(f"rank {self._failed.value} {what}")
         return result
 
@@ -178,11 +347,11 @@ def plan_alone(
     if headers is not None:
         row_requests.require_fine(headers, table)
     memory = np.empty(plan.needed, dtype=np.int64)
-    _, read = plan.plan(Room(native_plan.address_of(memory), memory.size))
+    _, read = plan.plan(Room(address_of(memory), memory.size))
     (planned,) = read()
 
     def arrays(extents: Extents) -> list[torch.Tensor]:
-        return [native_plan.tensor(memory[e.offset : e.offset + e.size]) for e in extents]
+        return [tensor(memory[e.offset : e.offset + e.size]) for e in extents]
 
     _, inverse, order, ends, _, rows = arrays(planned.rows)
     _, own_rows, own_order, own_ends, *_ = arrays(planned.gradients)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from freescale.compat import dynamo, torchrec
 from freescale.kernels.ops import table_registry
-from freescale.kernels.planning import keyed_lengths
+from freescale.kernels.planning import row_requests
 from freescale.kernels.transports import open_transports
 from freescale.runtime import dense_parameters
 from freescale.runtime.tables import torchrec_layout
@@ -125,7 +125,7 @@ def parts_of(features: Any) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     """Keys, values, and lengths [keys, samples] of a KeyedJaggedTensor. Tolerates faults that value_counts reports
     later: duplicate keys are renamed, and surplus lengths are dropped."""
     keys, lengths = features.keys(), features.lengths()
-    if not keyed_lengths.are_unique(keys):
+    if not row_requests.are_unique(keys):
         keys = [key if keys.index(key) == i else f"{key} ({i})" for i, key in enumerate(keys)]
     samples = lengths.shape[0] // len(keys)
     if samples == 1:  # specialize on one sample
@@ -221,7 +221,7 @@ def value_counts(
             _note_unknown_sizes(tables.number, planned=True)
         # If the values or lengths differ from the plan, expect_ids reports it.
         return PlannedValues(keys, planned, free), KeyedLengths(lengths, planned.of_keys(keys))
-    unique = keyed_lengths.are_unique(features.keys())
+    unique = row_requests.are_unique(features.keys())
     # With a plan, plan_now does not run, so it cannot report faults to the other ranks.
     group = None if plan is None else tables.exchanges[0].host_group_name
     read = features.lengths(), features.offsets_or_none(), values, len(keys), unique, tables.label, group

@@ -203,7 +203,7 @@ def test_a_rank_that_dies_before_it_is_counted():
 
 def _other_launches():
     """Rank 1's passes find something else to launch."""
-    from freescale.passes.exchange_meta import GraphExchange
+    from freescale.passes.graph import GraphExchange
 
     if dist.get_rank() == 1:
         GraphExchange.__str__ = lambda x: f"{x.payload} {x.priority}"
@@ -219,7 +219,7 @@ def test_other_launches_raise_on_every_rank():
 def _inductor_step():
     """Loss or error, and how many graphs the passes saw: none where the code came out of a cache."""
     from freescale import driver
-    from freescale.passes.exchange_meta import GraphExchange
+    from freescale.passes.graph import GraphExchange
 
     wrong = os.environ.get("WRONG")
     if wrong:

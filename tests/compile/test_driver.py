@@ -19,7 +19,7 @@ import freescale.passes
 from fake_world import graphs_of
 from freescale import config, driver, graph_report
 from freescale.compat import inductor, logs
-from freescale.passes.exchange_meta import CannotApply
+from freescale.passes.graph import CannotApply
 from freescale.runtime import recording
 from freescale.views import records
 from ranks import run_ranks

@@ -77,7 +77,7 @@ def test_import_direction(folder: str):
         ("kernels", "import scipy, numpy, torch, os", {"scipy"}),
         ("passes", "from freescale.runtime import meter", {"freescale.runtime.meter"}),
         ("passes", "from freescale import runtime", {"freescale.runtime"}),
-        ("runtime", "import freescale.passes.exchange_meta", {"freescale.passes.exchange_meta"}),
+        ("runtime", "import freescale.passes.graph", {"freescale.passes.graph"}),
         ("fs_compile", "import kernels.row_kernels", {"kernels.row_kernels"}),
         ("passes", "from . import node_cost", {"..node_cost"}),
         ("passes", "import sympy, torch\nfrom torch import fx\nfrom freescale.kernels import row_kernels", set()),

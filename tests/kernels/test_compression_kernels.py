@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import torch
 
-from freescale.kernels import compression, row_packing
+from freescale.kernels import compression
 from freescale.kernels.compression import Packing, Slabs, packed_counts
 from interpreted import in_the_interpreter, on_a_gpu, run_cases
 
@@ -82,11 +82,11 @@ def takes_what_it_sends(device: str) -> None:
 
 def launches_take_the_kernels(device: str) -> None:
     """What an op packs and unpacks, wherever the rows are, is what the definition says; so is a bucket's error."""
-    from freescale.kernels import packed_average
+    from freescale.kernels import dense_average
 
     for counts, dim in SHAPES:
         x, ns, packing = torch.randn(sum(counts), dim), torch.tensor(counts), packing_of(dim, Fraction(1, 5))
-        packed = row_packing.pack(str(packing), x.to(device), ns, ns, 0, 1)
+        packed = compression.pack(str(packing), x.to(device), ns, ns, 0, 1)
         got, expected, slabs = torch.zeros_like(x, device=device), torch.zeros_like(x), Slabs.of(ns, 0)
         packed.unpack(packed.x, got)
         compression.expand(compression.compress(x, slabs, packing), expected, slabs, packing)
@@ -95,10 +95,10 @@ def launches_take_the_kernels(device: str) -> None:
     sent, left = [], []
     for where in ("cpu", device):
         rest = [e.clone().to(where) for e in errors]
-        sent.append(packed_average.pack_with_error([g.to(where) for g in gradients], rest, packing))
+        sent.append(dense_average.pack_with_error([g.to(where) for g in gradients], rest, packing))
         left.append(torch.cat(rest).cpu())
         out = torch.empty(1000, device=where)
-        packed_average.average(torch.stack([sent[-1]] * 3), out, packing)
+        dense_average.average(torch.stack([sent[-1]] * 3), out, packing)
         left.append(out.cpu())
     assert torch.equal(sent[0], sent[1].cpu()) and torch.equal(left[0], left[2]) and torch.equal(left[1], left[3])
 

@@ -18,8 +18,7 @@ from freescale.compat import inductor
 from freescale.config import Config
 from freescale.passes import node_cost
 from freescale.passes.bucket_gradients import bucket_gradients
-from freescale.passes.exchange_meta import CannotApply, exchanges
-from freescale.passes.graph_text import graph_text
+from freescale.passes.graph import CannotApply, exchanges, graph_text
 from freescale.passes.overlap_attention import overlap_attention
 from ranks import run_ranks_apart
 

@@ -25,9 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from freescale.compat.version import torch_version
 from freescale.config import Config
 from freescale.driver import observe
-from freescale.passes.exchange_meta import exchanges
 from freescale.passes.find_exchanges import find_exchanges
-from freescale.passes.graph_text import graph_text
+from freescale.passes.graph import exchanges, graph_text
 from freescale.runtime import agreement
 
 WORLD, ROWS, DIM, BATCH = 4, 32, 8, 12

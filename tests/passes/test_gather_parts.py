@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import two_tables
 from freescale.config import Config
 from freescale.passes.gather_parts import gather_parts
-from freescale.passes.graph_text import graph_text
+from freescale.passes.graph import graph_text
 from ranks import run_ranks
 
 wait = torch.ops._c10d_functional.wait_tensor

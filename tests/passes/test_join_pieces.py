@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from freescale.config import Config
-from freescale.passes.graph_text import graph_text
+from freescale.passes.graph import graph_text
 from freescale.passes.join_pieces import join_pieces
 from ranks import HAS_TORCHREC, run_ranks
 

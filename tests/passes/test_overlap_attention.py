@@ -20,8 +20,8 @@ from fake_world import fake_world, golden_text, graphs_of
 from freescale.compat import inductor, version
 from freescale.config import Config
 from freescale.passes import node_cost
-from freescale.passes.exchange_meta import EXCHANGE_KEY, GraphExchange, exchanges, first_user, last_wait, size_in_bytes
 from freescale.passes.find_exchanges import find_exchanges
+from freescale.passes.graph import EXCHANGE_KEY, GraphExchange, exchanges, first_user, last_wait, size_in_bytes
 from freescale.passes.node_order import control_dependencies
 from freescale.passes.overlap_attention import overlap_attention
 from ranks import run_ranks

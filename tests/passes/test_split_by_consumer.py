@@ -12,9 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fake_world import fake_world, golden_text
 from freescale.config import Config
-from freescale.passes.exchange_meta import exchanges
 from freescale.passes.find_exchanges import find_exchanges
-from freescale.passes.graph_text import graph_text
+from freescale.passes.graph import exchanges, graph_text
 from freescale.passes.split_exchanges import split_exchanges
 from ranks import run_ranks
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from freescale.kernels import compression, packed_average
+from freescale.kernels import compression, dense_average
 from freescale.passes.compress_exchange import dense_packing
 from ranks import run_ranks
 
@@ -30,7 +30,7 @@ def test_nothing_is_lost(n):
     for _ in range(1000 if n < 9000 else 200):
         gradient = torch.randn(n)
         total += gradient
-        packed = packed_average.pack_with_error([gradient], errors, packing)
+        packed = dense_average.pack_with_error([gradient], errors, packing)
         places, values = compression.entries_of(packed, slab, packing, 1)
         sent[places] += values
     assert torch.allclose(sent + errors[0], total, atol=2e-4)
@@ -39,7 +39,7 @@ def test_nothing_is_lost(n):
 
 def test_what_is_not_finite_is_seen_once_and_does_not_stay():
     packing, errors = dense_packing(100, Fraction(1, 10)), [torch.zeros(100)]
-    packed = packed_average.pack_with_error([torch.full((100,), float("nan"))], errors, packing)
+    packed = dense_average.pack_with_error([torch.full((100,), float("nan"))], errors, packing)
     _, values = compression.entries_of(packed, compression.Slabs.of(torch.tensor([100])), packing, 1)
     assert values.isnan().all() and not errors[0].any()
 

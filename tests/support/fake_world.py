@@ -49,7 +49,7 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 def graphs_of(step) -> dict[tuple[str, str], str]:
     """Run `step` and return {(direction, pass): graph text} of the last graph of each."""
     from freescale import driver
-    from freescale.passes.graph_text import graph_text
+    from freescale.passes.graph import graph_text
 
     found: dict[tuple[str, str], str] = {}
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.kernels.planning import rank_mesh, row_requests
-from freescale.kernels.planning.batch_plan import (
+from freescale.kernels.planning.native_batch import (
     ALIGNMENT,
     GRADIENT_ARRAYS,
     NOTHING,
@@ -26,8 +26,8 @@ from freescale.kernels.planning.batch_plan import (
     PlannedExchange,
     Room,
     Told,
+    tensor,
 )
-from freescale.kernels.planning.native_plan import tensor
 from freescale.kernels.planning.owners import ExchangeTables, InvalidId, OwnerMap, first_invalid_id
 
 INT32_MAX = torch.iinfo(torch.int32).max

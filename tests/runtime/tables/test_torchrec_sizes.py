@@ -17,7 +17,7 @@ pytest.importorskip("torchrec")
 
 def _graphs_and_error():
     import freescale
-    from freescale.passes.graph_text import graph_text
+    from freescale.passes.graph import graph_text
 
     texts = {}
 
