@@ -127,9 +127,9 @@ def _copying_transports(gpus: int) -> dict[str, str]:
         return dict.fromkeys(("staged", "nixl"), "no: it copies between GPUs, and no GPU was found")
     staged = "yes"
     try:
-        from freescale.kernels.transports import cuda_calls
+        from freescale.kernels.transports import cuda_driver
 
-        cuda_calls.load()
+        cuda_driver.load()
     except Exception as error:
         staged = f"no: {_reason(error)}"
     without_nixl = nixl.missing_reason()

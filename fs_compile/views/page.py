@@ -217,10 +217,10 @@ def _graphs(run: Run, s: dict[str, Any], open_texts: bool = False) -> str:
         return ""
     found = ["<h2>Graphs</h2>"]
     for name, graphs in compilations(record.graph).items():
-        if lanes := lanes_of_graphs(graphs):
+        if found_lanes := lanes_of_graphs(graphs):
             keys = {"compute": "compute, predicted", **{c: f"{c}, on the wire" for c in CLASSES}}
             found.append(f"<p>{escape(name)}: two steps, predicted for the traced batch:</p>")
-            found.append(_key(keys) + lanes(lanes, "ms"))
+            found.append(_key(keys) + lanes(found_lanes, "ms"))
     for (_, graph), entry in zip(named_graphs(record.graph), s["graphs"], strict=True):
         came, exchanges = graph_lines(entry)
         found.append(f"<h3>{escape(came)}</h3>")

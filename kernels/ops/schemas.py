@@ -22,7 +22,7 @@ Counts (rows per peer) are CPU int64 tensors of length world, so the graph does 
     averaged_parameter      identity on a dense parameter; average_gradient averages its gradient over the ranks
     average_gradient        average of one parameter's gradient, blocking (collective)
     all_reduce_launch       start of the average of several gradients, in one buffer; wait_tensor waits for it. With a
-                            `packing`, only the largest values are sent (packed_average.py)
+                            `packing`, only the largest values are sent (dense_average.py)
     pack_rows               rows of a table
     sum_rows                sums of rows in a fixed order
     agree                   raises unless every rank of the group is about to run a graph with these launches (once)

@@ -5,7 +5,7 @@ without a host thread. So the training thread never waits, and neither the GIL n
 message of very many pieces can fill the driver's queue, a few hundred pieces deep; then the launch blocks until the
 device catches up.)
 
-Failure: a watcher thread (peer_watch.py) detects it and releases the waiting streams. What the device computes after
+Failure: a watcher thread (watch.py) detects it and releases the waiting streams. What the device computes after
 that is garbage: the next launch, wait or `check` raises, and the transport stays unusable. A step calls `check` before
 it starts; code that reads the tables calls `drain`.
 """
@@ -26,11 +26,10 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels.transports import peer_watch
-from freescale.kernels.transports.device_resources import DeviceResources
-from freescale.kernels.transports.in_flight import InFlight, Message
+from freescale.kernels.transports import watch
 from freescale.kernels.transports.issue import Channel, Issuer
 from freescale.kernels.transports.slot_rings import level_of
+from freescale.kernels.transports.watch import DeviceResources, InFlight, Message
 
 # Ahead of every round that a stream may wait for, as wrapping 32-bit numbers: releases the wait.
 RELEASED = 0x40000000
@@ -71,7 +70,7 @@ class CopyTransport(ABC):
         self.rank, self.world = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
         self.timeout = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
-        self.liveness: peer_watch.Liveness | None = None
+        self.liveness: watch.Liveness | None = None
         self.error: str | None = None
         self.launched = 0
         self.in_flight = InFlight(driver.is_done)
@@ -86,7 +85,7 @@ class CopyTransport(ABC):
         self._issuer = Issuer(self.driver, channels)
 
     def _start_watching(self) -> None:
-        peer_watch.start_watching(self, self._stop_watching)
+        watch.start_watching(self, self._stop_watching)
 
     # ---- defined by subclasses -------------------------------------------------------------------------
 
@@ -163,7 +162,7 @@ class CopyTransport(ABC):
         while self.error is None and ((oldest := self.in_flight.oldest()) is not None or self._host_is_sending()):
             waited = time.monotonic() - began
             if oldest is None or waited > self.timeout:
-                peer_watch.look_for_failure(self, waited)  # is a peer missing?
+                watch.look_for_failure(self, waited)  # is a peer missing?
                 self.check()
             if waited > self.timeout:
                 what = "its host to send data already copied off the device"

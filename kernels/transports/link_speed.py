@@ -6,15 +6,23 @@ A probe of 2 MB is noisy, so the best of several counts, rounded to a power of t
 the same number and place launches alike. With 10% noise, about one link in four is close enough to the middle between
 two powers to be rounded either way. That is harmless: code loaded from a cache may have been compiled for another link
 anyway. So the estimate may only affect where launches are placed, and must not be part of torch's cache keys.
+
+`measure_transports` times several transports for the same all-to-all; `auto` chooses by it.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from freescale.compat import distributed
+from freescale.kernels.transports import c10d
+from freescale.kernels.transports.shared_segment import cpu_group
 
 bytes_per_second: dict[str, float] = {}  # received per rank, by group name
 DEFAULT = 10e9  # bytes per second, for groups that were not measured
@@ -62,3 +70,60 @@ def _all_to_all_seconds(group: dist.ProcessGroup, device: torch.device, size: in
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
+
+
+DEFAULT_BYTES, MAX_BYTES = 4 << 20, 64 << 20  # per rank: used if the first launch is empty, and the maximum
+_ROW_BYTES = 256
+_REPEATS = 3
+
+
+def measure_transports(
+    transports: Mapping[str, Any], nbytes: int, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds per rank, by name; None is the group's own all-to-all. Collective.
+
+    A transport that fails on a rank took infinite time there.
+    """
+    everyone = cpu_group(group, distributed.timeout_of(group).total_seconds())
+    rows = -(-size_of(nbytes) // (_ROW_BYTES * group.size()))  # per peer
+    x = torch.zeros(rows * group.size(), _ROW_BYTES, dtype=torch.uint8, device=device)
+    mine: dict[str, float] = {}
+    for name, transport in transports.items():
+        of_repeats = []
+        for _ in range(1 + _REPEATS):  # the first one also opens connections
+            dist.barrier(everyone)  # ranks on which it failed join too
+            try:
+                of_repeats.append(_seconds(transport, x, rows, group))
+            except RuntimeError:
+                of_repeats.append(float("inf"))
+        mine[name] = min(of_repeats) if math.isfinite(max(of_repeats)) else float("inf")
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, mine, group=everyone)
+    return {name: [of_rank[name] for of_rank in said] for name in transports}
+
+
+def size_of(nbytes: int) -> int:
+    """Bytes that a rank sends in the measurement, given those of its first launch."""
+    return min(nbytes or DEFAULT_BYTES, MAX_BYTES)
+
+
+def _seconds(transport: Any, x: torch.Tensor, rows: int, group: dist.ProcessGroup) -> float:
+    """Seconds of one all-to-all with equal rows per peer."""
+    counts = torch.full((group.size(),), rows)
+    _synchronize(x.device)
+    start = time.perf_counter()
+    if transport is None:
+        per_peer = counts.tolist()
+        c10d.start_all_to_all(torch.empty_like(x), x, per_peer, per_peer, group).wait()
+    else:
+        _, work = transport.start(x, counts, counts, x.shape[0], 0)
+        work.wait()
+    _synchronize(x.device)
+    if transport is not None:
+        transport.check()
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

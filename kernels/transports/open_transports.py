@@ -2,7 +2,7 @@
 
 A transport requested by name must pass its self-test (proof.py), else it is an error. `auto` opens the SM-free
 transport that the group's ranks can use (selection.py), measures it against the group's own all-to-all
-(transport_speed.py), and keeps one of them. All of this is collective, so every rank chooses the same.
+(link_speed.py), and keeps one of them. All of this is collective, so every rank chooses the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from freescale.compat import distributed
-from freescale.kernels.transports import proof, rank_view, selection, transport_speed
+from freescale.kernels.transports import link_speed, proof, rank_view, selection
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ def _choose(group: Any, device: torch.device, nbytes: int) -> Any:
     open_before = {name for name, of_group in _open if of_group == group.group_name}
     transport, reason = _open_candidate(candidates, group, device), candidates.reason
     if transport is not None and candidates.has_c10d and group.size() > 1:
-        seconds = transport_speed.measure({transport.name: transport, "c10d": None}, nbytes, group, device)
-        reason = f"{selection.figures(seconds, transport_speed.size_of(nbytes))}; {reason}"
+        seconds = link_speed.measure_transports({transport.name: transport, "c10d": None}, nbytes, group, device)
+        reason = f"{selection.figures(seconds, link_speed.size_of(nbytes))}; {reason}"
         if selection.fastest(seconds) == "c10d":
             if transport.name not in open_before:
                 del _open[transport.name, group.group_name]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from freescale.runtime.balance import assignment
+from freescale.runtime.balance.assignment import BalanceResult, make_result
 from freescale.runtime.balance.integer_problem import (
     BalanceError,
     Problem,
@@ -25,7 +26,6 @@ from freescale.runtime.balance.integer_problem import (
 )
 from freescale.runtime.balance.memory_cap import StopCriteria, fit_to_cap, improve_within_cap, over_cap
 from freescale.runtime.balance.partition import Partition
-from freescale.runtime.balance.result import BalanceResult, make_result
 from freescale.runtime.balance.swaps import OperationBudget, improve
 
 log = logging.getLogger(__name__)

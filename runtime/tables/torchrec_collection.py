@@ -22,8 +22,7 @@ from freescale.kernels.planning import row_requests
 from freescale.kernels.transports import open_transports
 from freescale.runtime import dense_parameters
 from freescale.runtime.tables import torchrec_layout
-from freescale.runtime.tables.fbgemm_bags import FbgemmBags
-from freescale.runtime.tables.fbgemm_table import FbgemmTable
+from freescale.runtime.tables.fbgemm import FbgemmBags, FbgemmTable
 from freescale.runtime.tables.step_plan import ValueCounts
 from freescale.runtime.tables.table_exchange import Exchange, KeyedLengths, ReplicatedRows
 from freescale.runtime.tables.torchrec_layout import ExchangeLayout

@@ -15,7 +15,7 @@ import torch
 
 from freescale.compat import torchrec
 from freescale.runtime.tables import torchrec_collection
-from freescale.runtime.tables.fbgemm_bags import FbgemmBags
+from freescale.runtime.tables.fbgemm import FbgemmBags
 from freescale.runtime.tables.torchrec_collection import CollectionTables, parts_of, value_counts, values_of
 from freescale.runtime.tables.torchrec_layout import Entry, ExchangeLayout
 

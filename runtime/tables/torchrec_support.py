@@ -12,7 +12,7 @@ from typing import Any
 from freescale.compat import dynamo, nn_modules, torchrec
 from freescale.config import Config, load
 from freescale.runtime import batch_structure
-from freescale.runtime.tables import fbgemm_table
+from freescale.runtime.tables import fbgemm
 from freescale.runtime.tables.table_exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def _unsupported_features(sharding: Any, pooled: bool) -> str | None:
 
 def _unsupported_storage(lookup: Any, names: str) -> str | None:
     for emb in torchrec.fbgemm_modules(lookup):
-        if (reason := fbgemm_table.unsupported_reason(emb)) is not None:
+        if (reason := fbgemm.unsupported_reason(emb)) is not None:
             return f"tables {names}: {reason}"
     return None
 
@@ -126,7 +126,7 @@ def require_plannable(number: int, batch: Any, features: list[str], exchanges: l
     """Raise for a batch whose lookups TorchRec's own code runs, which cannot be planned."""
     kjts = list(filter(batch_structure.is_kjt, batch_structure.id_holders(batch, features)))
     tables = ((x.table, x.features) for x in exchanges if kjts)
-    sequences = {f for t, fs in tables if isinstance(t, fbgemm_table.FbgemmTable) and not t.pooled for f in fs}
+    sequences = {f for t, fs in tables if isinstance(t, fbgemm.FbgemmTable) and not t.pooled for f in fs}
     for kjt in kjts:
         names, weights = ", ".join(map(repr, kjt.keys())), kjt.weights_or_none()
         n_weights, n_ids = (0 if t is None else t.shape[0] for t in (weights, kjt.values()))

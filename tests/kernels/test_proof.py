@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import nixl
-from freescale.kernels.transports import open_transports, proof, rank_view, transport_speed
+from freescale.kernels.transports import link_speed, open_transports, proof, rank_view
 from host_device import HostDriver
 from ranks import run_ranks
 
@@ -56,7 +56,7 @@ def _launch(drivers, name, view=None, c10d_seconds=None):
         mine = rank_view.RankView(rank, **{"host": "a", "gpu": f"gpu {rank}", "backend": "gloo", **view})
         mock.patch.object(rank_view, "look", lambda group, device: mine).start()
     if c10d_seconds is not None:
-        mock.patch.object(transport_speed, "measure", partial(_with_c10d, transport_speed.measure, c10d_seconds)).start()
+        mock.patch.object(link_speed, "measure_transports", partial(_with_c10d, link_speed.measure_transports, c10d_seconds)).start()
     open_transports.options[name if name != "auto" else "staged"] = {"driver": drivers[rank](), "ring_bytes": 1 << 20, "piece_bytes": 8192}
     counts = torch.tensor([row[:world] for row in COUNTS[:world]])
     send, recv = counts[rank].clone(), counts[:, rank].clone()

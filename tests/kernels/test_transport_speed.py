@@ -7,7 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from freescale.kernels.transports import transport_speed
+from freescale.kernels.transports import link_speed
 from ranks import run_ranks
 
 
@@ -31,7 +31,7 @@ class Carries:
 
 def _measure(nbytes):
     works, fails = Carries(), Carries(fails=True)
-    found = transport_speed.measure({"a": works, "b": fails, "c10d": None}, nbytes, dist.group.WORLD, torch.device("cpu"))
+    found = link_speed.measure_transports({"a": works, "b": fails, "c10d": None}, nbytes, dist.group.WORLD, torch.device("cpu"))
     return found, works.started
 
 
@@ -45,5 +45,5 @@ def test_every_rank_knows_the_seconds_of_all():
 
 
 def test_an_empty_launch_and_a_huge_one_are_measured_at_a_fixed_size():
-    sizes = [transport_speed.size_of(n) for n in (0, 1000, 1 << 40)]
-    assert sizes == [transport_speed.DEFAULT_BYTES, 1000, transport_speed.MAX_BYTES]
+    sizes = [link_speed.size_of(n) for n in (0, 1000, 1 << 40)]
+    assert sizes == [link_speed.DEFAULT_BYTES, 1000, link_speed.MAX_BYTES]

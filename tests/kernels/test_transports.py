@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from freescale.kernels.transports import nixl, peer_watch, slot_rings, staged
-from freescale.kernels.transports.device_resources import STREAMS_PER_DIRECTION as STREAMS
+from freescale.kernels.transports import nixl, slot_rings, staged, watch
+from freescale.kernels.transports.watch import STREAMS_PER_DIRECTION as STREAMS
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 from host_device import HostDriver
 from ranks import run_ranks
@@ -367,7 +367,7 @@ def list_empties():
         return found
 
     in_flight.oldest = then_empties
-    peer_watch.look_for_failure(transport)
+    watch.look_for_failure(transport)
     del in_flight.oldest
     transport.close()
     return True

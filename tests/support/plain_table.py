@@ -31,10 +31,10 @@ class Sharded(nn.Module):
 
 def whole_table(rows: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """What the shards of a native table hold together at first."""
-    from freescale.runtime.tables import initial_rows
+    from freescale.runtime.tables import sharded_embedding
 
     whole = torch.empty(rows, dim, dtype=dtype)
-    initial_rows.fill_uniform(whole, 0, rows**-0.5, initial_rows.draw_seed())
+    sharded_embedding.fill_uniform(whole, 0, rows**-0.5, sharded_embedding.draw_seed())
     return whole
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 
-from freescale.kernels.transports.cuda_calls import NOT_READY
-from freescale.kernels.transports.cuda_driver import DriverEvent
+from freescale.kernels.transports.cuda_driver import NOT_READY, DriverEvent
 
 _P, _U64, _U32, _SIZE = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from freescale.kernels import reference, row_kernels
-from freescale.runtime.tables.fbgemm_bags import FbgemmBags
-from freescale.runtime.tables.fbgemm_table import OPTIMIZERS, unsupported_reason
+from freescale.runtime.tables.fbgemm import OPTIMIZERS, FbgemmBags, unsupported_reason
 
 SPECS, FEATURES = ((40, 8), (25, 12), (60, 8), (9, 12)), [0, 0, 1, 2, 3, 3]  # rows and width; the table of each feature
 LR, EPS = 0.1, 1e-3

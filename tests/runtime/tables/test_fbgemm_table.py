@@ -9,7 +9,7 @@ import torch
 
 from device_syncs import no_device_syncs
 from freescale.kernels import reference, row_kernels
-from freescale.runtime.tables.fbgemm_table import OPTIMIZERS, FbgemmTable
+from freescale.runtime.tables.fbgemm import OPTIMIZERS, FbgemmTable
 from interpreted import needs_gpu
 
 DIM, TABLES, FEATURES = 12, (40, 25, 60), [0, 0, 1, 2, 2]  # rows of each table, the table of each feature

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import freescale
-from freescale.runtime.tables import initial_rows
+from freescale.runtime.tables import sharded_embedding
 from ranks import run_ranks
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -15,13 +15,13 @@ TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def drawn(n: int, dim: int, first: int = 0, seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     rows = torch.empty(n, dim, dtype=dtype)
-    initial_rows.fill_uniform(rows, first, 0.5, seed)
+    sharded_embedding.fill_uniform(rows, first, 0.5, seed)
     return rows
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_parts_of_a_table_are_what_the_whole_has_there(dtype, monkeypatch):
-    monkeypatch.setattr(initial_rows, "BLOCK_VALUES", 20)
+    monkeypatch.setattr(sharded_embedding, "BLOCK_VALUES", 20)
     whole = drawn(50, 3, dtype=dtype)  # blocks of 6 rows
     for first in (0, 1, 5, 6, 17, 48, 49):
         for n in (0, 1, 2, 6, 7, 30):
@@ -31,7 +31,7 @@ def test_parts_of_a_table_are_what_the_whole_has_there(dtype, monkeypatch):
 
 
 def test_threads_change_nothing(monkeypatch):
-    monkeypatch.setattr(initial_rows, "BLOCK_VALUES", 64)
+    monkeypatch.setattr(sharded_embedding, "BLOCK_VALUES", 64)
     alone = drawn(100, 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     assert torch.equal(drawn(100, 8), alone)
@@ -47,7 +47,7 @@ def test_values_are_uniform(dtype):
 
 
 def test_blocks_and_seeds_and_far_rows_differ():
-    size = initial_rows.BLOCK_VALUES // 4
+    size = sharded_embedding.BLOCK_VALUES // 4
     some = [drawn(9, 4), drawn(9, 4, seed=4), drawn(9, 4, size), drawn(9, 4, 2 * size), drawn(9, 4, 2**33 * size)]
     for i, a in enumerate(some):
         assert not any((a == b).any() for b in some[i + 1 :])

@@ -213,7 +213,7 @@ def test_bags_that_share_rows_send_less_than_eager_torchrec(checked):
 def test_rows_that_are_more_than_their_sums_are_said_once(caplog):
     from torchrec import KeyedJaggedTensor
 
-    from freescale.runtime.tables.fbgemm_bags import FbgemmBags, PooledBytes
+    from freescale.runtime.tables.fbgemm import FbgemmBags, PooledBytes
 
     kjt = KeyedJaggedTensor(["f", "g"], torch.arange(20), lengths=torch.full((4,), 5))
     table = FbgemmBags(None, [], 8, torch.device("cpu"), 2, [])
