@@ -1,7 +1,7 @@
-"""FBGEMM's modules with Adam, on the CPU: their storage, state and checkpoints, as a GPU would have them.
+"""FBGEMM modules with Adam on the CPU: their storage, state and checkpoints, as on a GPU.
 
-FBGEMM refuses to make them, since it has no kernel for their step there. freescale takes the step itself, so all that
-is in the way is one `assert` in the constructor. FBGEMM's own lookup of such a module still fails.
+FBGEMM refuses to create them, since it has no CPU kernel for Adam. freescale runs Adam itself, so only one `assert` in
+the constructor has to be removed. FBGEMM's own lookup of such a module still fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def allow() -> None:
     removed = _WithoutCheck(cls.__name__)
     tree = removed.visit(tree)
     assert removed.count == 1, "FBGEMM's constructor does not refuse Adam on the CPU where it used to"
-    # `super()` finds its class in a variable around the function
+    # `super()` finds its class in a closure variable
     around = ast.parse("def around(__class__):\n    return __init__")
     function: Any = around.body[0]
     function.body.insert(0, tree.body[0])
@@ -39,8 +39,8 @@ def allow() -> None:
 
 @contextlib.contextmanager
 def placeholders_step() -> Iterator[None]:
-    """TorchRec's own Adam, of tables that are not sharded, takes FBGEMM's step: of the rows that have a gradient. (In
-    its wheel it only has a name. torch.optim.Adam moves all other rows, too.)"""
+    """TorchRec's Adam for unsharded tables takes FBGEMM's step, which updates only rows with a gradient. (TorchRec's
+    wheel only has a placeholder, and torch.optim.Adam also updates all other rows.)"""
     from torchrec.optim import optimizers
 
     kinds = {optimizers.Adam: False, optimizers.PartialRowWiseAdam: True}
@@ -74,7 +74,7 @@ class _WithoutCheck(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if node.attr.startswith("__") and not node.attr.endswith("__"):
-            node.attr = f"_{self.class_name}{node.attr}"  # as inside of the class
+            node.attr = f"_{self.class_name}{node.attr}"  # name mangling, as inside the class
         return self.generic_visit(node)
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:

@@ -1,7 +1,7 @@
-"""Triton's interpreter, in which a kernel touches the elements of its arguments and nothing else.
+"""Triton's interpreter with bounds checks: a kernel may access only the elements of its arguments.
 
-On a GPU, a load behind the end of a tensor mostly finds other data and goes unseen until the memory there is given back.
-Here it is an error that says which kernel went where. What a mask leaves out is not touched.
+On a GPU, a load past the end of a tensor usually finds other data and goes unnoticed until that memory is freed. Here
+it is an error that names kernel and address. Masked accesses are not checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Argument:
-    """The bytes that the elements of one tensor lie in; of a view, not those between its rows."""
+    """The memory of one tensor's elements; for a view, without the gaps between its rows."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.name, self.size = name, tensor.element_size()
@@ -24,13 +24,13 @@ class Argument:
         sizes = [1 if stride == 0 else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         last = sum((n - 1) * stride for n, stride in zip(sizes, tensor.stride(), strict=True))
         self.length = last + 1 if tensor.numel() else 0
-        self.elements: np.ndarray | None = None  # all of them, where there are no gaps: a table may have billions
+        self.elements: np.ndarray | None = None  # all of them, if there are no gaps: a table may have billions
         if tensor.numel() and not tensor.is_contiguous():
             self.elements = np.zeros(self.length, dtype=bool)
             torch.from_numpy(self.elements).as_strided(sizes, tensor.stride()).fill_(True)
 
     def holds(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Which of the accesses of `size` bytes are to its elements."""
+        """Which of the accesses of `size` bytes are in bounds."""
         at, within = np.divmod(addresses.astype(np.int64) - self.base, self.size)
         inside = (at >= 0) & (at < self.length) & (within + size <= self.size)
         if self.elements is not None:
@@ -39,7 +39,7 @@ class Argument:
 
 
 class Launch:
-    """Of one kernel: its arguments."""
+    """The arguments of one kernel launch."""
 
     current: Launch | None = None
 
@@ -56,13 +56,13 @@ class Launch:
             at = int(addresses[0])
             near = min(self.arguments, key=lambda a: abs(at - a.base))
             raise IndexError(
-                f"{self.kernel} {what} {len(addresses)} places that belong to none of its arguments, the first of them "
+                f"{self.kernel} {what} {len(addresses)} out-of-bounds addresses, the first |"
                 f"{at - near.base} bytes from the start of {near.name}, which has {near.length * near.size}"
             )
 
 
 def install() -> None:
-    """In this process, for all launches from now on."""
+    """Patch the interpreter in this process."""
     from triton.runtime import interpreter
 
     prepare = interpreter.GridExecutor._init_args_hst

@@ -1,4 +1,4 @@
-"""A part of a test in which nothing may wait for the device."""
+"""Assert that a block of code does not synchronize with the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def no_device_syncs() -> Iterator[None]:
-    """What waits for the device raises (what torch notices of it)."""
+    """Raise on device synchronization, as far as torch detects it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode("error")

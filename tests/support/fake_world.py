@@ -1,4 +1,4 @@
-"""A process that believes to be one rank of a large world, for graphs and compile time. Nothing travels."""
+"""A process that acts as one rank of a large world, for graphs and compile time. Nothing is sent."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from freescale.compat import version
 
-# Of a test that compares the text of whole graphs.
+# For tests that compare the text of whole graphs.
 golden_text = pytest.mark.skipif(
     version.torch_version() < "2.13", reason="2.11 and 2.12 number the same nodes differently"
 )
 
 
 def _answer_yourself(out, x, recv, send, group) -> None:
-    """Peers that ask for as many rows as they are asked for, always for row 0: a legal plan without peers."""
+    """Simulated peers request as many rows as are requested from them, always row 0: a valid plan without peers."""
     if out.dim() == 2 and not (out.dtype == torch.uint8 and out.shape[1] == 8):  # in C, a row has eight bytes
         out.copy_(x)
     else:

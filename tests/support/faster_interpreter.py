@@ -1,6 +1,6 @@
-"""Triton's interpreter in half the time: what it prepares for every call and every operation, it prepares once.
+"""Speed up Triton's interpreter by a factor of two: do per-call and per-operation preparation once.
 
-The results are the same, and so is what it checks. (And one defect of it is mended: masks in Triton 3.9.)
+Results and checks are the same. Also fixes one of its bugs: masks in Triton 3.9.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def install() -> None:
-    """In this process, for all launches from now on."""
+    """Patch the interpreter in this process."""
     _patch_the_language_once_a_launch()
     _keep_types()
     _check_overflow_by_numpy()
@@ -19,7 +19,7 @@ def install() -> None:
 
 
 def _patch_the_language_once_a_launch() -> None:
-    """It searches the whole language for what is to be patched at every call of a function by a kernel."""
+    """The interpreter searches the whole language for things to patch on every function call in a kernel."""
     from triton.runtime import interpreter
 
     patch, launch, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
@@ -55,7 +55,7 @@ def _keep_types() -> None:
 
 
 def _check_overflow_by_numpy() -> None:
-    """Of integers of 8 to 32 bits: the interpreter would do the operation again by a dozen of its own."""
+    """For integers of 8 to 32 bits: the interpreter would repeat the operation in a dozen steps."""
     from triton.runtime import interpreter
 
     semantic = type(interpreter.interpreter_semantic)
@@ -74,7 +74,7 @@ def _check_overflow_by_numpy() -> None:
 
 
 def _keep_booleans() -> None:
-    """Whether two scalars are equal is an integer once it is spread over a block; Triton 3.9 takes no such mask."""
+    """The equality of two scalars is an integer once broadcast to a block; Triton 3.9 rejects such a mask."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -1,7 +1,7 @@
-"""A device made of threads, so that the transports can be tested where there is no GPU.
+"""A device made of threads, to test the transports without a GPU.
 
-Each stream is a thread that does its work in order, with random delays; "device memory" is host memory. The current
-stream is the host itself, on which everything is done at once: a stream wait there blocks.
+Each stream is a thread that runs its work in order, with random delays; "device memory" is host memory. The current
+stream is the host thread itself and runs work immediately: a stream wait on it blocks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _P, _U64, _U32, _SIZE = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctype
 
 
 def driver_call(*arguments):
-    """Decorator: a function of the driver that C can call. It returns a code; None is 0."""
+    """Decorator for a driver function callable from C. It returns an error code; None is 0."""
     return lambda fn: ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(lambda *values: fn(*(v or 0 for v in values)) or 0)
 
 
 class HostDriver:
-    """The device behind function pointers like libcuda's, for the C code. Events have handles, used again."""
+    """The device behind function pointers like libcuda's, for the C code. Event handles are reused."""
 
     context = 0
 
@@ -34,7 +34,7 @@ class HostDriver:
         self.queues: dict[int, queue.SimpleQueue] = {}
         self.pins: dict[int, int] = {}
         self.idle, self.handles = [], itertools.count(1)
-        self.marks: dict[int, threading.Event] = {}  # what each event stands for now
+        self.marks: dict[int, threading.Event] = {}  # the current record of each event
         self.calls = {
             "cuCtxGetCurrent": driver_call(_P)(self._unused),
             "cuCtxPushCurrent_v2": driver_call(_P)(self._unused),

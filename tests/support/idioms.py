@@ -1,4 +1,4 @@
-"""Small models, each of one idiom of torch's users, and what a backend makes of them: values, gradients, or an error.
+"""Small models, each with one idiom of torch users, and what a backend makes of them: values, gradients, or an error.
 
 `x` [n, 4] and `y` [m, 4] come from linear layers, so every idiom has a backward pass.
 """
@@ -16,7 +16,7 @@ from torch import nn
 import trec
 
 DIM, ROWS = 4, 11
-SIZES = ((5, 7), (4, 3), (9, 2))  # of x and y, one batch after another
+SIZES = ((5, 7), (4, 3), (9, 2))  # of x and y, per batch
 SMALL_SIZES = ((1, 6), (0, 5))
 
 Idiom = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,7 +29,7 @@ def _idiom(fn: Idiom) -> Idiom:
 
 
 def _lengths(x: torch.Tensor) -> torch.Tensor:
-    """Some lengths that sum to the rows of x."""
+    """Lengths that sum to the rows of x."""
     n = x.shape[0]
     return torch.stack([torch.tensor(n // 3), torch.tensor(n - n // 3 - n // 2), torch.tensor(n // 2)])
 
@@ -364,7 +364,7 @@ def branch_on_the_size(x, y):
 
 
 class OneIdiom(nn.Module):
-    """`embed`: x are rows of a sharded table, as in a model that freescale is for: "native" or "torchrec"."""
+    """`embed`: x are rows of a sharded table, "native" or "torchrec"."""
 
     def __init__(self, idiom: Idiom, embed: str = "") -> None:
         super().__init__()
@@ -407,10 +407,10 @@ def _batch(n: int, m: int, embed: str) -> dict[str, Any]:
 def results(
     names: Iterable[str], sizes: Any = SIZES, embed: str = "", planned: bool = False, **compile_args: Any
 ) -> dict[str, list[Any]]:
-    """Of each idiom, for each batch what comes out and the gradients of all parameters; what fails ends in the error.
+    """For each idiom and batch, the output and the gradients of all parameters; a failing idiom ends with the error.
 
-    Without `compile_args` in eager torch. `planned`: by a LookaheadLoader. In one graph, but of TorchRec's rows without
-    one: there the model may depend on sizes that only the graph knows."""
+    Without `compile_args`, in eager mode. `planned`: by a LookaheadLoader. With fullgraph=True, except for TorchRec's
+    rows without a loader: there the model may depend on sizes that are unbacked."""
     import freescale
 
     found: dict[str, list[Any]] = {}
@@ -429,7 +429,7 @@ def results(
                 out = run(batch)
                 (out.float() ** 2).sum().backward()
                 grads = [p.grad for p in dense]
-                if embed == "torchrec":  # between two graphs, no gradient is zeros
+                if embed == "torchrec":  # between two graphs, a missing gradient is zeros
                     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in dense]
                 seen.append([out.detach(), *(None if g is None else g.clone() for g in grads)])
         except Exception as error:  # noqa: BLE001

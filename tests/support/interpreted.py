@@ -1,9 +1,8 @@
-"""Triton kernels on the CPU, in Triton's interpreter, where each access is checked (bounds_checked.py).
+"""Triton kernels on the CPU, in Triton's interpreter with bounds checks (bounds_checked.py).
 
-The interpreter must be chosen before Triton is imported, so the cases of a test file run in a process of their own: the
-file itself, as a program (`run_cases`), once for all of its tests (`in_the_interpreter`) and for all workers of
-pytest-xdist. When pytest has found them, one process begins that loads torch and Triton and is forked for each file: it
-takes its time while other tests run.
+The interpreter must be selected before Triton is imported, so the cases of a test file run in a separate process: the
+file itself as a program (`run_cases`), once for all of its tests (`in_the_interpreter`) and for all pytest-xdist
+workers. After collection, one process loads torch and Triton and is forked for each file, while other tests run.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 def in_the_interpreter(
     file: str, cases: Sequence[Callable[[str], None]], thorough: Collection[Callable[[str], None]] = ()
 ) -> Callable[..., None]:
-    """The test that each case of the file holds there. `thorough`: those with that mark."""
+    """A test per case of the file. `thorough`: cases with that mark."""
 
     @pytest.mark.skipif(not HAS_TRITON, reason="no triton")
     @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def in_the_interpreter(
 
 
 def on_a_gpu(cases: Sequence[Callable[[str], None]]) -> Callable[..., None]:
-    """The test that each case holds on a GPU."""
+    """A test per case, on a GPU."""
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -68,7 +67,7 @@ def _folder(file: str = "") -> Path:
 
 
 def start(wanted: dict[str, list[str]]) -> None:
-    """Run cases of test files in the background, unless another worker has begun."""
+    """Run cases of test files in the background, unless another worker has started them."""
     try:
         _folder().mkdir()
     except FileExistsError:
@@ -78,18 +77,18 @@ def start(wanted: dict[str, list[str]]) -> None:
     command = [sys.executable, os.path.abspath(__file__), json.dumps(wanted)]
     running = subprocess.Popen(command, env=env, cwd=_folder(), start_new_session=True)
     (_folder() / "pid").write_text(str(running.pid))
-    running.returncode = 0  # nobody here waits for it: what it leaves in the folder counts
+    running.returncode = 0  # not waited for here: the files in the folder count
 
 
 def stop_all() -> None:
-    """What still runs when the tests are over."""
+    """Stop what is still running when the tests are over."""
     if (_folder() / "pid").exists() and not (_folder() / "done").exists():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(int((_folder() / "pid").read_text()), signal.SIGKILL)
 
 
 def _run_files(wanted: dict[str, list[str]]) -> None:
-    """In the process that `start` starts. On two cores one file after another, so that other tests have the rest."""
+    """Runs in the process that `start` starts. With two cores, one file at a time, to leave the rest to other tests."""
     left, running = list(wanted.items()), {}
     while left or running:
         while left and len(running) < max(1, (os.cpu_count() or 1) // 2):
@@ -121,10 +120,10 @@ def _run_file(file: str, cases: list[str]) -> None:
 
 @cache
 def _outcomes(file: str) -> dict[str, str]:
-    """For each case of the test file "ok", or why not."""
+    """For each case of the test file "ok", or the error."""
     folder, end = _folder(file), time.monotonic() + 280
     while not (folder / "code").exists():
-        assert not (_folder() / "done").exists() or (folder / "code").exists(), "Triton's interpreter did not begin"
+        assert not (_folder() / "done").exists() or (folder / "code").exists(), "Triton's interpreter did not start"
         assert time.monotonic() < end, f"{file} did not finish in Triton's interpreter"
         time.sleep(0.1)
     assert (folder / "code").read_text() == "0", (folder / "errors").read_text()
@@ -132,9 +131,9 @@ def _outcomes(file: str) -> dict[str, str]:
 
 
 def run_cases(cases: Sequence[Callable[[str], None]], check_bounds: bool = True) -> None:
-    """For `_outcomes`, those that the command names; by hand on the GPU, for example under compute-sanitizer, all.
+    """Run the cases named on the command line, for `_outcomes`; without names (manually, on a GPU), all of them.
 
-    check_bounds: not for kernels that read addresses from memory, which are none of their arguments.
+    check_bounds: False for kernels that read addresses from memory, outside their arguments.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if interpreted:

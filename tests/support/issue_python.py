@@ -1,4 +1,4 @@
-"""A message put on streams, call by call: what native/transfers.c does in one call, for any driver."""
+"""Put a message on streams call by call, for any driver; native/transfers.c does so in one call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from freescale.kernels.transports import slot_rings
 
 
 class PythonIssuer:
-    """What issue.Issuer does, where the counts add up."""
+    """The same as issue.Issuer, for valid counts."""
 
     def __init__(self, driver, channels):
         self._driver, self._channels = driver, channels

@@ -1,5 +1,5 @@
-"""A model of one pooled and one sequence collection, and KeyedJaggedTensors for it that are wrong or change too late;
-and one that makes its KeyedJaggedTensor itself, of tensors that are wrong."""
+"""A model with one pooled and one sequence collection, and invalid KeyedJaggedTensors, some changed after planning; and
+a model that builds its KeyedJaggedTensor itself from invalid tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = {"codegen": "eager", "strict": True}
 
 
 class Model(nn.Module):
-    """Pools one feature of its batch, has the other as a sequence: every length reaches the loss."""
+    """Pools one feature, and uses the other as a sequence, so that every length affects the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ CHANGES = {"key": move_to_other_key, "negative": _negative, "id": _other_id}
 
 
 def change_one_batch(change: Callable[[Any], None], device: str = "cpu") -> str:
-    """What each rank says of a change on rank 1."""
+    """The error on each rank after a change on rank 1."""
     import freescale
 
     model = compiled(device)
@@ -101,7 +101,7 @@ def change_one_batch(change: Callable[[Any], None], device: str = "cpu") -> str:
 
 
 def change_within_keys(device: str = "cpu") -> bool:
-    """Look-ahead keeps every bit of plain training on what reaches the model."""
+    """Look-ahead is bit-identical to plain training for changes that the model sees."""
     import freescale
 
     model = compiled(device)
@@ -146,7 +146,7 @@ MALFORMED = {
 
 
 def train_on_malformed(parts: dict[str, Any], ahead: bool, device: str = "cpu") -> tuple[str, bool]:
-    """What each rank says of it on rank 1; whether a good batch trains afterwards."""
+    """The error on each rank for a malformed batch on rank 1; and whether a valid batch trains afterwards."""
     import freescale
 
     model = compiled(device)
@@ -154,7 +154,7 @@ def train_on_malformed(parts: dict[str, Any], ahead: bool, device: str = "cpu") 
     with pytest.raises((ValueError, RuntimeError)) as caught:
         for features in freescale.LookaheadLoader([made], model) if ahead else [made]:
             model(features.to(torch.device(device)))
-    good = model(batch(1).to(torch.device(device)))  # the ranks are still together
+    good = model(batch(1).to(torch.device(device)))  # the ranks are still in sync
     return str(caught.value), bool(good.isfinite())
 
 
@@ -162,7 +162,7 @@ def train_on_malformed(parts: dict[str, Any], ahead: bool, device: str = "cpu") 
 
 
 class FromTensors(nn.Module):
-    """The batch has ids and lengths, and does not say that these are the lengths of those."""
+    """The batch has ids and lengths without their relation."""
 
     def __init__(self, pooled: bool) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ TENSORS = {
 
 
 def train_on_tensors(case: str, pooled: bool, ahead: bool, codegen: str) -> list[Any]:
-    """Losses of good batches, and in the place of the last but one, which is wrong on rank 1, what each rank says."""
+    """Losses of valid batches, and each rank's error for the second to last batch, which is invalid on rank 1."""
     import freescale
 
     torch.manual_seed(0)
@@ -214,4 +214,4 @@ def train_on_tensors(case: str, pooled: bool, ahead: bool, codegen: str) -> list
             loss = run(batch)
             loss.backward()
             seen.append(float(loss.detach()))
-    return [*seen, str(caught.value), float(run(make(4)).detach())]  # the ranks are still together
+    return [*seen, str(caught.value), float(run(make(4)).detach())]  # the ranks are still in sync

@@ -1,4 +1,4 @@
-"""A small model and its training loop, with and without a LookaheadLoader, for tests of what loops may do."""
+"""A small model and its training loop, with and without a LookaheadLoader, to test what loops may do."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Model(nn.Module):
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         found = self.table(batch["item"])
-        scale = self.out.bias.index_select(0, batch["pick"])  # a row that is not there fails inside the graph
+        scale = self.out.bias.index_select(0, batch["pick"])  # a missing row fails inside the graph
         return (torch.tanh(self.out(found)) * found).sum() / 8 + scale.sum()
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
     rank = dist.get_rank()
     g = torch.Generator().manual_seed(100 * step + rank)
-    n = 0 if (step + rank) % 6 == 5 else 2 + (7 * step + rank) % 9  # (one id would be a graph of its own)
+    n = 0 if (step + rank) % 6 == 5 else 2 + (7 * step + rank) % 9  # (a single id would be a separate graph)
     return {"item": torch.randint(0, ROWS, (n,), generator=g), "pick": torch.tensor([step % DIM])}
 
 
@@ -39,12 +39,12 @@ def data(steps: int, first: int = 0) -> list[dict[str, torch.Tensor]]:
 
 
 class Training:
-    """One model and its loop, with or without the wrapper; `losses` is everything that the loop sees."""
+    """One model and its loop, with or without the wrapper; `losses` is all that the loop observes."""
 
     kind: type[nn.Module] = Model
-    # Compiling costs seconds: one model of a kind for all, put back to its beginning each time.
+    # Compilation takes seconds: one model per kind is shared, and reset each time.
     compiled: dict[tuple[type, bool], Any] = {}
-    options: dict[str, str] = {}  # more of them
+    options: dict[str, str] = {}  # additional ones
 
     def __init__(self, wrapped: bool) -> None:
         self.wrapped = wrapped
@@ -86,7 +86,7 @@ class Training:
         self.model.train()
 
     def now(self) -> dict[str, torch.Tensor]:
-        """The state as it is, without going through state_dict."""
+        """The current state, not through state_dict."""
         return {n: t.detach().clone() for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
 
 
@@ -95,7 +95,7 @@ def threads() -> list[str]:
 
 
 def compare(loop: Any, training: type[Training] = Training) -> Training:
-    """`loop(training)` with and without the wrapper: same losses, same weights; no thread stays behind."""
+    """`loop(training)` with and without the wrapper: same losses and weights, and no leaked thread."""
     plain, wrapped = training(False), training(True)
     loop(plain)
     loop(wrapped)

@@ -1,4 +1,4 @@
-"""A model with one native table, and the same training in one plain process that holds everything."""
+"""A model with one native table, and the same training in one plain process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sharded(nn.Module):
 
 
 def whole_table(rows: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """What the shards of a native table hold together at first."""
+    """The initial values of a native table, over all shards."""
     from freescale.runtime.tables import sharded_embedding
 
     whole = torch.empty(rows, dim, dtype=dtype)
@@ -41,12 +41,12 @@ def whole_table(rows: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
 def ids_of(step: int, rank: int) -> torch.Tensor:
     g = torch.Generator().manual_seed(100 * step + rank)
     n = 0 if (step + rank) % 6 == 5 else 2 + (7 * step + rank) % 9
-    high = 2 if step % 4 == 1 else ROWS  # many duplicates now and then
+    high = 2 if step % 4 == 1 else ROWS  # sometimes with many duplicates
     return torch.randint(0, high, (n,), generator=g)
 
 
 def plain(world: int, optimizer: str, dtype: torch.dtype) -> tuple[list[list[float]], torch.Tensor]:
-    """What one process computes that sees all ranks' ids; with nothing of ours but the values that it begins with."""
+    """Results of one process with all ranks' ids, sharing only the initial values with freescale."""
     torch.manual_seed(0)
     whole = whole_table(ROWS, DIM, dtype)
     table = nn.Parameter(whole)

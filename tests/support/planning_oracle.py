@@ -1,6 +1,6 @@
-"""The oracle of the C planner (kernels/native/batch_plan.c): whole batches planned in NumPy and torch, over any CPU group.
+"""The oracle of the C planner (kernels/native/batch_plan.c): plans whole batches in NumPy and torch, on any CPU group.
 
-First pure functions on CPU tensors of one exchange, then what needs the other ranks, then all exchanges of a batch.
+First pure functions on CPU tensors of one exchange, then communication, then all exchanges of a batch.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ INT32_MAX = torch.iinfo(torch.int32).max
 
 
 class Deduplicated(NamedTuple):
-    """Distinct values, and the positions of each: a segment of `order`, ascending (duplicates are summed that way)."""
+    """Distinct values, and the positions of each: a segment of `order`, ascending (the order of summing duplicates)."""
 
     values: torch.Tensor  # [u] distinct, ascending
     order: torch.Tensor  # [n] positions, segment after segment
-    ends: torch.Tensor  # [u] where each segment ends in `order`; it begins where the one before it ends
+    ends: torch.Tensor  # [u] end of each segment in `order`; it starts at the previous one's end
 
 
 def deduplicate(values: torch.Tensor) -> Deduplicated:
-    """`values` must not be negative. The result is int64, whatever they are."""
+    """`values` must not be negative. The result is int64 for any type of values."""
     if values.dtype == torch.int64 and values.numpy().max(initial=0) <= INT32_MAX:
         values = values.int()  # half the bytes to sort
     ordered, order = torch.sort(values, stable=True)
@@ -60,7 +60,7 @@ def segment_sizes(ends: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_index(unique: Deduplicated) -> torch.Tensor:
-    """For each position, which of the distinct values it has."""
+    """Index of the distinct value at each position."""
     sizes = segment_sizes(unique.ends).numpy()
     segment = torch.from_numpy(np.repeat(np.arange(sizes.shape[0]), sizes))
     return torch.empty_like(unique.order).scatter_(0, unique.order, segment)
@@ -73,7 +73,7 @@ def keys_of(numbers: torch.Tensor, owners: OwnerMap) -> torch.Tensor:
 
 
 def deduplicate_by_key(numbers: torch.Tensor, owners: OwnerMap) -> Deduplicated:
-    """The distinct keys of row numbers. Only distinct numbers are mapped; then whole segments are put in order."""
+    """The distinct keys of row numbers. Only distinct numbers are mapped; then whole segments are sorted."""
     by_number = deduplicate(numbers)
     keys = keys_of(by_number.values, owners)
     if bool(((owners.bounds + owners.shifts).diff() > 0).all()):  # a greater number has a greater key
@@ -92,11 +92,11 @@ def counts_per_owner(keys: torch.Tensor, owners: OwnerMap) -> torch.Tensor:
 
 
 class OwnRequests(NamedTuple):
-    """What this rank needs in a batch, before any other rank knows of it."""
+    """What this rank needs in a batch, before communication."""
 
-    needed: Deduplicated  # keys, ascending, so owner after owner
-    inverse: torch.Tensor  # position -> which of the keys
-    rows: torch.Tensor  # of each key, the row at its owner
+    needed: Deduplicated  # keys, ascending, so ordered by owner
+    inverse: torch.Tensor  # position -> index of its key
+    rows: torch.Tensor  # the owner's row for each key
     recv_counts: torch.Tensor  # [world] how many of the keys each owner has
 
 
@@ -114,21 +114,21 @@ def own_requests(
     return OwnRequests(needed, inverse_index(needed), rows, counts)
 
 
-# ---- look-ahead: which rows can travel when --------------------------------------------------------------------
+# ---- look-ahead: which rows can be sent when --------------------------------------------------------------------
 
 
 class Requests(NamedTuple):
-    """One batch's exchange before it is known which rows collide."""
+    """One batch's exchange before collisions are known."""
 
-    needed: Deduplicated  # the keys that this rank needs; ascending, so owner after owner
+    needed: Deduplicated  # keys that this rank needs; ascending, so ordered by owner
     recv_counts: torch.Tensor  # [world] how many of them each owner has
     rows: torch.Tensor  # rows of this rank that others need, by requester, each requester's ascending
     send_counts: torch.Tensor  # [world] how many each requester needs
-    inverse: torch.Tensor  # position -> which of the needed keys
+    inverse: torch.Tensor  # position -> index of its needed key
 
 
 class Chunk(NamedTuple):
-    """A part of an exchange, seen from both ends. Rows travel one way, their gradients the other."""
+    """A part of an exchange, seen from both ends. Rows go one way, their gradients the other."""
 
     index: torch.Tensor  # type: ignore[assignment]  # requester: which of its unique keys (ascending), by owner
     recv_counts: torch.Tensor  # [world] requester: rows from each owner
@@ -137,14 +137,14 @@ class Chunk(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The rows that the neighbouring batch needs too, and the rest: early rows, or late gradients."""
+    """The rows that the neighboring batch needs too, and the rest: early rows, or late gradients."""
 
     urgent: Chunk
     rest: Chunk
 
 
 def split_requests(requests: Requests, urgent_keys: torch.Tensor, urgent_rows: torch.Tensor) -> Split:
-    """Two chunks, by masks of the requester's unique keys and of the owner's rows, which mark the same rows."""
+    """Two chunks, from masks of the requester's unique keys and of the owner's rows, which mark the same rows."""
     def chunk(key_mask: torch.Tensor, row_mask: torch.Tensor) -> Chunk:
         index, kept = _indices(key_mask), _indices(row_mask)
         return Chunk(
@@ -162,15 +162,15 @@ def _indices(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _counts_within(indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """How many of the ascending `indices` are in each of consecutive parts of `counts` elements."""
+    """Number of ascending `indices` within each of consecutive parts of `counts` elements."""
     return segment_sizes(torch.searchsorted(indices, counts.cumsum(0)))
 
 
 def intersection_masks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of `x` are among `y`, and which of `y` among `x`. None is negative."""
+    """Which of `x` are in `y`, and which of `y` in `x`. None is negative."""
     a, b = x.numpy(), y.numpy()
     largest = max(a.max(initial=0), b.max(initial=0))
-    if largest > 64 * (a.shape[0] + b.shape[0]):  # few of many: number them densely, so that `table` stays small
+    if largest > 64 * (a.shape[0] + b.shape[0]):  # sparse: number them densely, so that `table` stays small
         dense = inverse_index(deduplicate(torch.cat([x, y])))
         return intersection_masks(*dense.split([a.shape[0], b.shape[0]]))
     table = np.zeros(largest + 1, dtype=np.uint8)
@@ -181,27 +181,27 @@ def intersection_masks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def merged_inverse(inverse: torch.Tensor, early: Chunk, urgent: Chunk) -> torch.Tensor:
-    """Position -> place in (early rows, urgent rows)."""
+    """Position -> index into (early rows, urgent rows)."""
     places = torch.cat([early.index, urgent.index])
     merged = torch.empty_like(places).scatter_(0, places, torch.arange(places.shape[0]))
     return merged.index_select(0, inverse)
 
 
 def entries_of(unique: Deduplicated, indices: torch.Tensor) -> int:
-    """How many positions have one of these distinct values."""
+    """Number of positions with these distinct values."""
     return int(segment_sizes(unique.ends)[indices].sum())
 
 
 class RowsPlan(NamedTuple):
-    """What a step needs to know to get its rows."""
+    """What a step needs to get its rows."""
 
     split: Split
-    inverse: torch.Tensor  # position -> place in (early rows, urgent rows)
+    inverse: torch.Tensor  # position -> index into (early rows, urgent rows)
     urgent_entries: int  # positions with urgent rows
 
 
 class GradientsPlan(NamedTuple):
-    """What a step needs to know to send its gradients, and the owner to apply them."""
+    """What a step needs to send its gradients, and the owner to apply them."""
 
     split: Split
     urgent_update: Deduplicated  # the owner's rows in urgent gradients
@@ -218,9 +218,9 @@ def plan_gradients(split: Split) -> GradientsPlan:
 
 
 class Collision(NamedTuple):
-    """What an owner finds: which of its rows two consecutive batches share."""
+    """What an owner computes: which of its rows two consecutive batches share."""
 
-    before: torch.Tensor  # mask of the rows that are requested in the batch before
+    before: torch.Tensor  # mask of the rows requested in the previous batch
     after: torch.Tensor
     message: torch.Tensor  # to each requester: a byte per row of `after`, then a byte per row of `before`
 
@@ -236,20 +236,20 @@ def collide(before: Requests, after: Requests) -> Collision:
 def split_batches(
     message: torch.Tensor, collision: Collision, before: Requests, after: Requests
 ) -> tuple[GradientsPlan, RowsPlan]:
-    """Plan the gradients of `before` and the rows of `after`, from what the owners told this rank."""
+    """Plan the gradients of `before` and the rows of `after`, from the owners' messages to this rank."""
     keys_before, keys_after = map(torch.from_numpy, urgent_keys(message, before, after))
     gradients = plan_gradients(split_requests(before, keys_before, collision.before))
     return gradients, plan_rows(after, split_requests(after, keys_after, collision.after))
 
 
 def urgent_keys(message: torch.Tensor, before: Requests, after: Requests) -> tuple[np.ndarray, np.ndarray]:
-    """Which of a requester's unique keys both batches need, in the one before and in the one after."""
+    """Masks of a requester's unique keys that both batches need, in the previous and in the next one."""
     first_part, flags = _first_part(after.recv_counts, before.recv_counts), message.numpy().astype(bool)
     return flags[~first_part], flags[first_part]
 
 
 def _first_part(first_counts: torch.Tensor, second_counts: torch.Tensor) -> np.ndarray:
-    """Which entries of a message per peer (first part, second part) belong to the first part."""
+    """Mask of a per-peer message (first part, second part): entries of the first part."""
     parts = torch.stack([first_counts, second_counts], 1).view(-1).numpy()
     return np.repeat(np.tile([True, False], first_counts.shape[0]), parts)
 
@@ -286,7 +286,7 @@ def exchange_headers(
     group: dist.ProcessGroup,
     tell: Told = NOTHING,
 ) -> row_requests.Headers:
-    """One small all-to-all. A rank that has nothing to request, since it will not go on, gives no `own`."""
+    """One small all-to-all. A rank without requests, since it stops, passes no `own`."""
     sent = np.zeros((world, row_requests.header_width(exchanges)), dtype=np.int64)
     received = np.empty_like(sent)
     sent[:, 0], sent[:, 1:3], sent[:, 4::3] = status, tell, -1
@@ -303,7 +303,7 @@ def exchange_headers(
 def send_requests(
     own: OwnRequests, send_counts: torch.Tensor, group: dist.ProcessGroup
 ) -> Requests:
-    """Tell each owner which rows. `send_counts`: how many each rank requests from this one."""
+    """Tell each owner which rows. `send_counts`: number of rows that each rank requests from this one."""
     send = send_counts.numpy().tolist()
     rows = torch.empty(sum(send), dtype=torch.int64)
     all_to_all(rows, own.rows, send, own.recv_counts.numpy().tolist(), group)
@@ -315,7 +315,7 @@ def split_colliding(
 ) -> tuple[GradientsPlan, RowsPlan]:
     """Split two consecutive batches by the rows that both need: (gradients of `before`, rows of `after`).
 
-    The owner finds them, since different ranks may need a row in the two batches, and tells each requester in one
+    Owners compute this, since different ranks may need a row in the two batches, and tell each requester in one
     exchange.
     """
     collision = collide(before, after)
@@ -339,7 +339,7 @@ class OraclePlan:
     def __init__(self, group: dist.ProcessGroup, tables: Sequence[ExchangeTables], whole: bool = False) -> None:
         self._group, self._tables, self.whole = group, tables, whole
         self._world = tables[0].owners.starts.shape[0] - 1
-        self._ids: list[list[torch.Tensor]] = []  # of the batch that is planned, by exchange and feature
+        self._ids: list[list[torch.Tensor]] = []  # of the batch being planned, by exchange and feature
         self._own: list[OwnRequests | InvalidId] = []
         self._send_counts: list[torch.Tensor] = []
         self._before: list[Requests] | None = None
@@ -400,11 +400,11 @@ class OraclePlan:
             yield own
 
 
-_GAPS = ALIGNMENT * len(ROWS_ARRAYS + GRADIENT_ARRAYS)  # at most, of an exchange
+_GAPS = ALIGNMENT * len(ROWS_ARRAYS + GRADIENT_ARRAYS)  # upper bound per exchange
 
 
 class _Writer:
-    """Puts arrays into memory one after the other."""
+    """Writes arrays into memory consecutively."""
 
     def __init__(self, address: int, room: int) -> None:
         self._memory = np.ctypeslib.as_array((ctypes.c_int64 * room).from_address(address))

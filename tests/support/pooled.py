@@ -1,4 +1,4 @@
-"""A model of two pooled and two sequence collections, its tables sharded in every way, and batches for it."""
+"""A model of two pooled and two sequence collections with all kinds of sharding, and batches for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {
 
 
 class Model(nn.Module):
-    """Every feature reaches the loss."""
+    """Every feature affects the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def build(optimizer: str = "rowwise_adagrad", kinds: dict[str, str] | None = Non
 
 
 def batch_of(step: int, samples: int | None = None) -> tuple[Any, Any, torch.Tensor]:
-    """Random lengths, none among them; few ids are frequent, so that bags and batches share rows."""
+    """Random lengths, including zero; some ids are frequent, so that bags and batches share rows."""
     g = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     samples = 3 + step % 4 if samples is None else samples
     weighted = _keyed({f: ROWS[t] for f, t in WEIGHTED.items()}, samples, g, weights=True)
@@ -92,17 +92,17 @@ def _keyed(rows: dict[str, int], samples: int, g: torch.Generator, weights: bool
 
 
 def train(model: Any, run: Any, batches: Any, first: int = 0) -> list[float]:
-    """Plain steps of `run`, which is the model itself (eager) or compiled from it; another rate in each. `first`: the
-    number of the first.
+    """Plain steps of `run`, which is the model itself (eager) or compiled from it; each step has another learning rate.
+    `first`: number of the first step.
 
-    Dense gradients are added up over the ranks, so that it does not matter which rank has which samples."""
+    Dense gradients are summed over ranks, so the result does not depend on which rank has which samples."""
     dense = [p for _, p in model.named_parameters() if not hasattr(p, "_in_backward_optimizers")]
     optimizer = torch.optim.SGD(dense, lr=0.05)
     losses = []
     for step, batch in enumerate(batches, first):
         for group in model.fused_optimizer.param_groups:
             group["lr"] = 0.1 / (1 + step % 7)
-        model.fused_optimizer.zero_grad()  # hands it to FBGEMM
+        model.fused_optimizer.zero_grad()  # copies the learning rate to FBGEMM
         optimizer.zero_grad()
         loss = run(batch)
         loss.backward()

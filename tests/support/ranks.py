@@ -1,9 +1,8 @@
-"""Run a function on several ranks, gloo unless told otherwise, and bring back what each returned.
+"""Run a function on several ranks (gloo by default), and return the result of each.
 
-Ranks come from a forkserver that has torch loaded and warm (warm_ranks.py), so they start in a tenth of a second. They
-share torch's caches, which begin empty with every run (session_folder.py): a graph that two tests or two ranks have in
-common is traced, passed over and compiled once. Tests of what compiling does, and tests that change what it does, ask
-for `compiled_anew`.
+Ranks come from a forkserver with torch preloaded and warmed up (warm_ranks.py), so they start in 0.1 s. They share
+torch's caches, which start empty in every run (session_folder.py), so a graph shared by tests or ranks is compiled
+once. Tests of compilation itself, and tests that change it, use `compiled_anew`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ import torch
 
 import session_folder
 
-# Importing Inductor touches CUDA's driver where there is one, GPUs hidden or not: it starts a thread, and a process
-# forked after that cannot use CUDA. Spawn there.
+# Importing Inductor touches the CUDA driver if there is one, even with hidden GPUs: it starts a thread, and a process
+# forked after that cannot use CUDA. Spawn instead.
 HAS_DRIVER = torch.backends.cuda.is_built() and ctypes.util.find_library("cuda") is not None
 _context = mp.get_context("spawn" if torch.cuda.is_available() or HAS_DRIVER else "forkserver")
 HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu"))
@@ -39,7 +38,7 @@ HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torc
 
 @cache
 def warm() -> None:
-    """Start the forkserver, which finds modules by PYTHONPATH alone."""
+    """Start the forkserver, which finds modules through PYTHONPATH only."""
     if _context.get_start_method() != "forkserver":
         return
     _context.set_forkserver_preload(["warm_ranks"])
@@ -49,21 +48,21 @@ def warm() -> None:
 
 
 def _warnings_are_errors() -> None:
-    """Where a line of freescale's causes them. What torch and TorchRec warn of among themselves is theirs."""
+    """For warnings caused by freescale's lines. Warnings among torch and TorchRec are ignored."""
     warnings.filterwarnings("error", module=r"freescale\b")
 
 
 def _keep_bytecode() -> None:
-    """Of freescale and of the tests: what the first rank compiles, the others load, also where Python is told not to."""
+    """Cache bytecode of freescale and the tests for other ranks, even if Python is configured not to."""
     sys.pycache_prefix, sys.dont_write_bytecode = str(session_folder.path() / "bytecode"), False
 
 
 class RankFailed(AssertionError):
-    """A rank raised; the message holds every failed rank's traceback."""
+    """A rank raised; the message has every failed rank's traceback."""
 
 
 def nccl_environment(rank: int) -> dict[str, str]:
-    """NCCL refuses two ranks on one GPU, unless it takes them for ranks of different hosts: then it uses sockets."""
+    """NCCL refuses two ranks on one GPU unless they appear to be on different hosts: then it uses sockets."""
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
@@ -79,7 +78,7 @@ def _rank(call, rank, world, backend, store, timeout, env, cached, pipe):
 
     torch.set_num_threads(1)
     torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = cached
-    # With symbolic sizes, keeping what fake ops return costs more than it saves: a tenth of all compilation.
+    # With symbolic sizes, caching results of fake ops costs more than it saves: a tenth of compile time.
     torch._dynamo.config.fake_tensor_cache_enabled = False
     try:
         if "nccl" in backend:
@@ -92,9 +91,9 @@ def _rank(call, rank, world, backend, store, timeout, env, cached, pipe):
             timeout=timedelta(seconds=timeout),
         )
         fn, args = pickle.loads(call)
-        pipe.send((True, pickle.dumps(fn(*args))))  # plain pickle: tensors travel by value
+        pipe.send((True, pickle.dumps(fn(*args))))  # plain pickle: tensors are sent by value
         if "nccl" in backend:
-            time.sleep(timeout)  # to be killed: a thread of NCCL's may still be sending what another rank waits for
+            time.sleep(timeout)  # to be killed: an NCCL thread may still be sending what another rank waits for
     except BaseException as error:  # noqa: BLE001
         pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
     finally:
@@ -114,11 +113,10 @@ def run_ranks(
     backend: str = "gloo",
     compiled_anew: bool = False,
 ) -> list[Any]:
-    """`fn(*args)` on every rank. With `expect_errors`, each rank's error as text in place of its result.
+    """`fn(*args)` on every rank. With `expect_errors`, returns each rank's error as text.
 
-    `group_timeout`: of the process group, if it is not to be that of the whole. `backend`: of the process group, as
-    `init_process_group` takes it; with NCCL, all ranks are on the first GPU. `compiled_anew`: each rank compiles its
-    graphs itself and leaves them to nobody.
+    `group_timeout`: of the process group, if different from `timeout`. `backend`: as for `init_process_group`; with
+    NCCL, all ranks use the first GPU. `compiled_anew`: each rank compiles its own graphs, without shared caches.
     """
     warm()
     call = pickle.dumps((fn, args))
@@ -154,7 +152,7 @@ def _collect(pipes, end, expect_errors):
         try:
             good, value = pipe.recv()
         except EOFError:
-            good, value = False, ("died", "the process died without a word")
+            good, value = False, ("died", "the process exited unexpectedly")
         if good:
             results.append(pickle.loads(value))
         else:
@@ -176,7 +174,7 @@ def _alone(call, pipe):
     torch.set_num_threads(1)
     try:
         fn, args = pickle.loads(call)
-        pipe.send((True, pickle.dumps(fn(*args))))  # plain pickle: tensors travel by value
+        pipe.send((True, pickle.dumps(fn(*args))))  # plain pickle: tensors are sent by value
     except BaseException as error:  # noqa: BLE001
         pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
     finally:
@@ -185,7 +183,7 @@ def _alone(call, pipe):
 
 
 def run_ranks_apart(fn: Callable[..., Any], calls: list[tuple], timeout: float = 240) -> list[Any]:
-    """`fn(*args)` for each of `calls`, each in a fresh process without a process group of its own."""
+    """`fn(*args)` for each of `calls`, each in a fresh process without a process group."""
     warm()
     results = []
     for args in calls:

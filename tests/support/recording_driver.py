@@ -1,4 +1,4 @@
-"""A driver that does nothing but write down what it is asked for, in Python and behind function pointers alike."""
+"""A driver that only logs calls, in Python and behind function pointers alike."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _P, _U64, _U32, _SIZE = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctype
 
 
 class RecordingDriver:
-    """`log` has a line for each call. An event is written down as the number of the line that recorded it, so that it
-    does not matter which handles are used again."""
+    """`log` has a line per call. An event is logged as the number of the line that recorded it, so the log does not
+    depend on which handles are reused."""
 
     def __init__(self, context=0, current_context=0, fails_at=None, code=700):
         self.context, self.current_context = context, current_context

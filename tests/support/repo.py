@@ -1,4 +1,4 @@
-"""Where this repository is."""
+"""The path of this repository."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A model of another backend's, in torch alone. As a program (`python retrieval.py FILE`) it never imports freescale."""
+"""A model for another backend, in plain torch. As a program (`python retrieval.py FILE`) it never imports freescale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 
 def _loss(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """In-batch negatives: a graph that once came out wrong beside freescale's settings of symbolic sizes."""
+    """In-batch negatives: a graph that was once wrong under freescale's settings for symbolic sizes."""
     return F.cross_entropy(linear(x) @ x.T, torch.arange(x.size(0)))
 
 
@@ -30,7 +30,7 @@ def train_with_inductor() -> list[torch.Tensor]:
 
 
 def cache_hits() -> int:
-    """Graphs of this process that came out of torch's caches."""
+    """Number of this process's graphs that were loaded from torch's caches."""
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 

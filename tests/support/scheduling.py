@@ -1,15 +1,15 @@
-"""Which worker of pytest-xdist runs which tests, and in which order.
+"""Assign tests to pytest-xdist workers, and order them.
 
-(The groups of its `--dist loadgroup` stand behind a node ID, where pytest 9.2 loses them: every worker then makes the
-fixtures of a group anew. So a group is told by the node ID itself.)
+(Groups of `--dist loadgroup` are a suffix of the node ID, which pytest 9.2 drops: every worker then recreates the
+group's fixtures. So groups are derived from the node ID itself.)
 """
 
 from __future__ import annotations
 
-# Tests of a file that share an expensive fixture, or that make network interfaces: one after another, in one worker.
+# Tests of a file that share an expensive fixture, or that create network interfaces: run serially in one worker.
 ONE_WORKER = {
     "test_batch_balancer.py": "balancer",
-    # that compile in pytest's own process, where the first time takes ten seconds
+    # these compile in pytest's own process, where the first compilation takes ten seconds
     "test_custom_ops.py": "compiled here",
     "test_driver.py": "compiled here",
     "test_find_exchanges.py": "compiled here",
@@ -32,7 +32,7 @@ ONE_WORKER = {
     "test_two_hosts.py": "network",
     "test_without_overlap.py": "without overlap",
 }
-# What takes long comes first, so that no worker is left with it at the end.
+# Slow tests first, so that none is left for one worker at the end.
 LONG = (
     "test_lookahead.py",
     "test_lookahead_loop.py",
@@ -56,7 +56,7 @@ LONG = (
     "test_caches.py",
     "test_unused_table.py",
 )
-# What Triton's interpreter does beside the tests (interpreted.py) is waited for at the end.
+# Tests that wait for Triton's interpreter (interpreted.py) run last.
 LAST = (
     "test_compression_kernels.py",
     "test_hstu_attention.py",
@@ -74,18 +74,18 @@ def file_of(nodeid: str) -> str:
 
 
 def place_of(nodeid: str) -> int:
-    """By which to sort tests; within a place they stay as they are."""
+    """Sort key of a test; the sort is stable."""
     name = file_of(nodeid)
     return LONG.index(name) if name in LONG else len(LONG) + (name in LAST)
 
 
 def scheduler(config, log):
-    """For pytest-xdist: groups in the order of their first tests."""
+    """A pytest-xdist scheduler: groups in the order of their first tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return ONE_WORKER.get(file_of(nodeid), nodeid)
 
-    config.option.loadscopereorder = False  # else by the number of tests
+    config.option.loadscopereorder = False  # else sorted by number of tests
     return Scheduling(config, log)

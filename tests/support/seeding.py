@@ -1,4 +1,4 @@
-"""The same random numbers every time, so that a failure can be seen again; `FRESH=1` takes new ones."""
+"""A fixed random seed, so that failures are reproducible; `FRESH=1` draws a new one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FRESH = os.environ.get("FRESH", "0") == "1"
 
 
 def seed() -> int:
-    """Set and returned."""
+    """Set the seed and return it."""
     chosen = random.SystemRandom().randrange(2**31) if FRESH else 7
     torch.manual_seed(chosen)
     return chosen

@@ -1,4 +1,4 @@
-"""One temporary folder for a whole run of pytest, shared by all of its workers (pytest-xdist) and their ranks."""
+"""A temporary folder for one run of pytest, shared by its workers (pytest-xdist) and their ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-_VARIABLE = "TESTS_OF_FREESCALE_FOLDER"  # (config.py refuses a FREESCALE_<NAME> that it does not know)
+_VARIABLE = "TESTS_OF_FREESCALE_FOLDER"  # (config.py rejects unknown FREESCALE_<NAME> variables)
 
 
 @cache
 def create() -> tempfile.TemporaryDirectory[str]:
-    """For the process that starts the run: workers and ranks inherit its environment."""
+    """Called by the process that starts the run: workers and ranks inherit its environment."""
     folder = tempfile.TemporaryDirectory(prefix="freescale-tests-", ignore_cleanup_errors=True)
     os.environ[_VARIABLE] = folder.name
     return folder

@@ -1,4 +1,4 @@
-"""Several checks on the same ranks, each reported by itself: compiling takes longer than what most of them do."""
+"""Several checks on the same ranks, each reported separately, because compilation takes longer than most checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ranks import RankFailed, run_ranks
 
 
 class Outcomes:
-    """What each check returned on every rank, or what went wrong."""
+    """The result of each check on every rank, or its error."""
 
     def __init__(self) -> None:
         self.results: dict[str, list[Any]] = {}
@@ -34,15 +34,15 @@ def _until_one_fails(checks: list[tuple[str, Callable[[], Any]]]) -> tuple[list[
 
 
 def run_together(checks: Mapping[str, Callable[[], Any]], world: int, **kwargs: Any) -> Outcomes:
-    """Every check on every rank, one after another.
+    """Run every check on every rank, in order.
 
-    Behind one that fails, the ranks may be at different places, or dead: what is left runs on fresh ranks.
+    After a failed check, ranks may be out of step or dead, so the remaining checks run on fresh ranks.
     """
     outcomes, left = Outcomes(), list(checks.items())
     while left:
         try:
             ranks = run_ranks(_until_one_fails, world, left, **kwargs)
-        except RankFailed as error:  # one died or is stuck, nobody knows where
+        except RankFailed as error:  # a rank died or is stuck; which check is unknown
             alone = [left.pop(0)] if len(left) == 1 else []
             for check in left:
                 part = run_together(dict([check]), world, **kwargs)

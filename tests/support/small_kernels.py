@@ -1,4 +1,4 @@
-"""Kernels for tests of the interpreter itself. Needs Triton."""
+"""Kernels to test the interpreter itself. Requires Triton."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import triton.language as tl
 
 @triton.jit
 def copy_apart(source, to, count, behind: tl.constexpr):
-    """To every second place the `count` numbers, of four, that begin `behind` places behind the start."""
+    """Copy `count` of four numbers, from offset `behind`, to every second element of `to`."""
     at = tl.arange(0, 4)
     tl.store(to + 2 * at, tl.load(source + at + behind, mask=at < count), mask=at < count)

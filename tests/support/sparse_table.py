@@ -1,4 +1,4 @@
-"""Tensors of billions of elements that take no memory: files without content, of which a page exists once it is used."""
+"""Tensors with billions of elements that use no memory: sparse files, whose pages are allocated on use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def sparse_zeros(*shape: int, dtype: torch.dtype, device: str = "cpu") -> Iterator[torch.Tensor]:
-    """On a GPU, which has no such thing, the memory is taken."""
+    """On a GPU, which has no sparse memory, it is allocated."""
     if device != "cpu":
         yield torch.zeros(shape, dtype=dtype, device=device)
         return

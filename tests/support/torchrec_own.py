@@ -1,8 +1,8 @@
-"""TorchRec's own comparison of a sharded model with the unsharded one, its models, tables and inputs, on our ranks.
+"""TorchRec's own comparison of a sharded and an unsharded model, with its models, tables and inputs, on our ranks.
 
-All of it is in TorchRec's wheel (`torchrec.distributed.test_utils`) and runs as it is there. Replaced are how ranks
-start, the number of steps (three, each with a batch of its own, where TorchRec's test makes one), and the sharded
-model: it is compiled, and trained under a LookaheadLoader if asked for.
+All of it is in TorchRec's wheel (`torchrec.distributed.test_utils`) and runs unmodified, except for how ranks start,
+the number of steps (three, each with its own batch, instead of one), and the sharded model: it is compiled, and
+optionally trained under a LookaheadLoader.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import torch.distributed as dist
 import adam_on_cpu
 import trec
 
-MISSING = "torchrec.distributed.tests.test_sequence_model"  # test_sharding imports a name from it; no wheel has it
+MISSING = "torchrec.distributed.tests.test_sequence_model"  # test_sharding imports a name from it; it is in no wheel
 ROWS, SCALE = 200, 100
 
 
 @dataclass(frozen=True)
 class Case:
-    """`tables`: how each kind of tables is sharded; the kinds are "sequence", "pooled" and "weighted"."""
+    """`tables`: sharding of each kind of tables; the kinds are "sequence", "pooled" and "weighted"."""
 
     tables: dict[str, str]
-    optimizer: str | None = None  # in backward; without it, FBGEMM's SGD beside the unsharded torch.optim.SGD
+    optimizer: str | None = None  # in backward; by default FBGEMM's SGD, compared with torch.optim.SGD
     mean: bool = False
     half: bool = False
     dedup: bool = False
-    quantized: bool = False  # communication
-    tensordict: bool = False  # in place of a KeyedJaggedTensor
-    count: int = 1  # tables of each kind; of pooled ones one or two more, which share features
-    samples: tuple[int, ...] = (4, 3, 5)  # on each rank, in each step
+    quantized: bool = False  # quantized communication
+    tensordict: bool = False  # instead of a KeyedJaggedTensor
+    count: int = 1  # tables of each kind; pooled ones have one or two more, which share features
+    samples: tuple[int, ...] = (4, 3, 5)  # per rank, in each step
     local_size: int | None = None  # ranks per host
-    given: dict[str, Any] = field(default_factory=dict)  # to TorchRec's test as it is
+    given: dict[str, Any] = field(default_factory=dict)  # passed to TorchRec's test unchanged
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Outcome:
 
 
 def own_modules() -> Any:
-    """TorchRec's modules that hold its tests."""
+    """TorchRec's modules that contain its tests."""
     if MISSING not in sys.modules:
         stand_in = types.ModuleType(MISSING)
-        stand_in.TestEmbeddingCollectionSharder = None  # type: ignore[attr-defined]  # for 2D parallelism alone
+        stand_in.TestEmbeddingCollectionSharder = None  # only used for 2D parallelism
         sys.modules[MISSING] = stand_in
     from torchrec.distributed.test_utils import test_model_parallel, test_sharding
 
@@ -92,7 +92,7 @@ def optimizer_of(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def build_own(case: Case, device: torch.device) -> Any:
-    """TorchRec's test class, its tables as `case` says, its ranks ours."""
+    """TorchRec's test class with the tables of `case` and our ranks."""
     test_model_parallel, test_sharding = own_modules()
     from torchrec import EmbeddingConfig
     from torchrec.modules.embedding_configs import DataType
@@ -114,7 +114,7 @@ def build_own(case: Case, device: torch.device) -> Any:
             ]
             self.tables, self.mean_tables = self.tables + sequences, self.mean_tables + sequences
             for table in (*self.tables, *self.mean_tables, *self.weighted_tables):
-                table.num_embeddings = ROWS  # more than a batch has ids, so that two batches do not share all of them
+                table.num_embeddings = ROWS  # more than a batch has ids, so that two batches share only some
 
         def _run_multi_process_test(self, *, callable: Any, backend: str, **arguments: Any) -> None:
             test_sharding.sharding_single_rank_test_single_process(
@@ -130,10 +130,10 @@ def build_own(case: Case, device: torch.device) -> Any:
 
 
 def constraints(case: Case, tables: list[Any]) -> dict[str, Any]:
-    """Tables of these sizes are cut along their columns, where that is how they are sharded."""
+    """Tables of these sizes are split along columns, for column-wise shardings."""
     from torchrec.distributed.planner.types import ParameterConstraints
 
-    kinds = sorted(set(case.tables.values()))  # grid sharding must be asked for here too
+    kinds = sorted(set(case.tables.values()))  # grid sharding must be requested here too
     least = 8 if "grid_shard" in kinds else 4  # columns
     return {
         table.name: ParameterConstraints(sharding_types=kinds, min_partition=max(least, table.embedding_dim // 2))
@@ -142,12 +142,12 @@ def constraints(case: Case, tables: list[Any]) -> dict[str, Any]:
 
 
 def _copy(input: Any) -> Any:
-    """TorchRec's are views of one batch of all ranks; offsets in storage, which differ, would be guarded on."""
+    """TorchRec's inputs are views of one global batch; their storage offsets differ and would be guarded on."""
     return replace(input, float_features=input.float_features.clone(), label=input.label.clone())
 
 
 class Training:
-    """What the steps of TorchRec's test are here."""
+    """Replaces the steps of TorchRec's test."""
 
     def __init__(self, case: Case, test_sharding: Any, options: dict[str, Any] | None, lookahead: bool) -> None:
         self.case, self.lookahead, self.options = case, lookahead, options
@@ -172,7 +172,7 @@ class Training:
         return model
 
     def train(self, model: Any, optimizer: Any, input: Any) -> torch.Tensor:
-        """First the sharded model, then the unsharded one, which takes the batches of all ranks as one."""
+        """Train the sharded model, then the unsharded one, which gets the batches of all ranks as one."""
         import freescale
 
         device = input.label.device
@@ -183,7 +183,7 @@ class Training:
         else:
             batches = loader = [whole.to(device) for whole, _ in self.inputs]
         for batch in loader:
-            if len(batch.label) or loader is not batches:  # without samples: no training step of the unsharded model
+            if len(batch.label) or loader is not batches:  # without samples, no training step of the unsharded model
                 self.step(model, optimizer, batch, skip_inference=True)
         if loader is not batches:
             self.stats = loader.stats()
@@ -194,7 +194,7 @@ class Training:
         return prediction
 
     def compare_rows(self, unsharded: Any) -> None:
-        """TorchRec compares predictions, which hardly depend on how tables of this size were updated."""
+        """TorchRec compares predictions, which hardly depend on updates of tables of this size."""
         trained = trec.snapshot(self.model)
         self.test_sharding.copy_state_dict(self.model.state_dict(), unsharded.state_dict())
         expected, learned = trec.snapshot(self.model), {n for n, _ in self.model.named_parameters()}
@@ -203,13 +203,13 @@ class Training:
             if name.split("/")[0] not in learned or not rows.numel():
                 continue
             change, off = (rows.float() - start).abs().max().item(), (rows.float() - found).abs().max().item()
-            assert change > 0 or "embedding" not in name, name  # (the dense model has a parameter without a use)
+            assert change > 0 or "embedding" not in name, name  # (the dense model has an unused parameter)
             rough = self.case.half or self.case.quantized
             assert off <= (0.02 if rough else 1e-4) * change, (name, off, change)
 
 
 def louder(model_class: Any) -> Any:
-    """Its loss is larger, so that what rounding does to a table is small beside an update."""
+    """Scales up the loss, so that rounding is small relative to an update of a table."""
 
     class Louder(model_class):
         def forward(self, input: Any) -> Any:
@@ -220,7 +220,7 @@ def louder(model_class: Any) -> Any:
 
 
 def arguments(case: Case, own: Any) -> dict[str, Any]:
-    """To TorchRec's `_test_sharding`."""
+    """Arguments of TorchRec's `_test_sharding`."""
     from torchrec.distributed.test_utils.test_model import TestMixedEmbeddingSparseArch, TestSparseNN
     from torchrec.modules.embedding_configs import DataType, PoolingType
 
@@ -238,7 +238,7 @@ def arguments(case: Case, own: Any) -> dict[str, Any]:
     if case.quantized:
         given["qcomms_config"] = quantization()
     if case.optimizer is not None:
-        names = ("embedding_bags", "embeddings")  # parts of the names of parameters
+        names = ("embedding_bags", "embeddings")  # substrings of parameter names
         given["apply_optimizer_in_backward_config"] = dict.fromkeys(names, optimizer_of(case.optimizer))
     return given
 
@@ -253,19 +253,19 @@ class _Warnings(logging.Handler):
 
 
 def compare(case: Case, options: dict[str, Any] | None, lookahead: bool = False, device: str = "cpu") -> Outcome:
-    """Run in every rank. `options`: of the backend; None for TorchRec alone. Raises where TorchRec's test fails."""
+    """Run on every rank. `options`: of the backend; None for TorchRec alone. Raises if TorchRec's test fails."""
     import freescale
 
     _, test_sharding = own_modules()
-    # Where CI is in the environment, torch fails if an op returns its input; FBGEMM's permute_pooled_embs does so for a
-    # batch without samples. Older releases of torch only warn.
+    # If CI is in the environment, torch fails if an op returns its input; FBGEMM's permute_pooled_embs does so for a
+    # batch without samples. Older torch releases only warn.
     if hasattr(torch._functorch.config, "error_on_custom_op_aliasing"):
         torch._functorch.config.error_on_custom_op_aliasing = False
     training = Training(case, test_sharding, options, lookahead)
     own = build_own(case, torch.device(device))
     os.environ["LOCAL_WORLD_SIZE"] = str(case.local_size or dist.get_world_size())
     os.environ["LOCAL_RANK"] = str(dist.get_rank() % (case.local_size or dist.get_world_size()))
-    torch.use_deterministic_algorithms(device == "cpu")  # as TorchRec's tests do; on CUDA not every op of ours is
+    torch.use_deterministic_algorithms(device == "cpu")  # as in TorchRec's tests; on CUDA, not all ops support it
     warnings = _Warnings()
     logging.getLogger("freescale").addHandler(warnings)
     if options is not None and "adam" in (case.optimizer or ""):

@@ -1,4 +1,4 @@
-"""TorchRec models and batches for the tests: every kind of table in one small collection."""
+"""TorchRec models and batches for tests: all kinds of tables in one small collection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tables(dim: int = 8) -> list[Any]:
         ),
         EmbeddingConfig(name="user", num_embeddings=USERS, embedding_dim=dim, feature_names=["user"]),
         EmbeddingConfig(name="tag", num_embeddings=TAGS, embedding_dim=dim, feature_names=["tag"]),
-        # a feature that two tables share, and a table smaller than the number of ranks
+        # a feature shared by two tables, and a table with fewer rows than ranks
         EmbeddingConfig(name="tag2", num_embeddings=TAGS, embedding_dim=dim, feature_names=["tag"]),
         EmbeddingConfig(name="tiny", num_embeddings=TINY, embedding_dim=dim, feature_names=["tiny"]),
     ]
@@ -31,8 +31,8 @@ TABLES = ("item", "user", "tag", "tag2", "tiny")
 LAYOUTS = {
     "row_wise": dict.fromkeys(TABLES, "row_wise"),
     "table_wise": dict.fromkeys(TABLES, "table_wise"),
-    # Data-parallel tables here have one id per sample: eager TorchRec on CPU sums a longer list into one row
-    # (FBGEMM's dense CPU lookup knows bags only), so there would be nothing to compare with.
+    # Data-parallel tables here have one id per sample: eager TorchRec on CPU sums a longer list into one row, because
+    # FBGEMM's dense CPU lookup only supports bags, so there would be no reference.
     "mixed": dict(
         zip(TABLES, ("row_wise", "data_parallel", "table_wise", "row_wise", "data_parallel"), strict=True)
     ),
@@ -44,9 +44,9 @@ SMALL = ("item", "user")
 
 
 class Model(nn.Module):
-    """A collection and a small dense part; every feature reaches the loss.
+    """A collection and a small dense part; every feature affects the loss.
 
-    `small`: of two tables, where the subject is not the tables; it compiles in half the time.
+    `small`: two tables, for tests of other subjects; compiles in half the time.
     """
 
     def __init__(self, dim: int = 8, small: bool = False) -> None:
@@ -67,7 +67,7 @@ class Model(nn.Module):
 
 
 def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8, small: bool = False, **fused: Any) -> Any:
-    """A sharded model; the same weights for every layout."""
+    """A sharded model, with the same weights for every layout."""
     torch.manual_seed(0)
     return shard(Model(dim, small), LAYOUTS[layout], optimizer, ddp, **fused)
 
@@ -75,7 +75,7 @@ def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8, small: b
 def shard(
     model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = False, device: str = "cpu", **fused: Any
 ) -> Any:
-    """A model in DistributedModelParallel, each table sharded as `kinds` says. `fused`: for FBGEMM's optimizer."""
+    """A model in DistributedModelParallel; `kinds`: sharding of each table; `fused`: for FBGEMM's optimizer."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -94,7 +94,7 @@ def shard(
     }
     fused_params = {"optimizer": types[optimizer], "learning_rate": 0.1, "eps": 1e-8, **fused}
     class AnySharding(EmbeddingBagCollectionSharder):
-        """TorchRec plans the row-wise kinds for GPUs alone; they work on a CPU too."""
+        """TorchRec plans row-wise kinds for GPUs only; they also work on a CPU."""
 
         def sharding_types(self, compute_device_type: str) -> list[str]:
             return super().sharding_types("cuda")
@@ -126,10 +126,10 @@ def shard(
 def batch(
     step: int, rank: int, eager: bool = False, none: bool = True, samples: int | None = None
 ) -> tuple[Any, torch.Tensor]:
-    """Random lengths, empty histories; now and then a rank without samples, and one with all-empty histories.
+    """Random lengths, including empty histories; some ranks have no samples or only empty histories.
 
-    Eager TorchRec wants as many samples on every rank and cannot take a rank without any; where that rank has
-    none, it gets samples without a single id, which is the same. `none=False`: every rank always has samples.
+    Eager TorchRec requires the same number of samples on every rank, and at least one. Where a rank has none, it
+    gets samples without ids, which is equivalent. `none=False`: every rank always has samples.
     """
     from torchrec import KeyedJaggedTensor
 
@@ -155,7 +155,7 @@ def batch(
 
 
 def snapshot(model: Any) -> dict[str, torch.Tensor]:
-    """Every dense parameter and every local table row."""
+    """All dense parameters and local table rows."""
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     found = {}
@@ -169,7 +169,7 @@ def snapshot(model: Any) -> dict[str, torch.Tensor]:
 
 
 def optimizer_state(model: Any) -> dict[str, torch.Tensor]:
-    """What TorchRec's fused optimizer keeps for the local rows."""
+    """The state of TorchRec's fused optimizer for the local rows."""
     found = {}
     for name, state in model.fused_optimizer.state_dict()["state"].items():
         for key, value in state.items():
@@ -180,7 +180,7 @@ def optimizer_state(model: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def put_back(model: Any, rows: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
-    """To when `snapshot` and `optimizer_state` returned these: compiling another model takes longer than training."""
+    """Restore results of `snapshot` and `optimizer_state`: faster than compiling another model."""
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     for name, value in model.state_dict().items():
@@ -207,14 +207,14 @@ def train(
 def train_on(
     model: Any, run: Any, batches: Any, lr: float = 0.05, first: int = 0, scheduled: bool = True
 ) -> list[float]:
-    """`scheduled`: the tables have another learning rate in every step, as a scheduler would set it."""
+    """`scheduled`: the tables have another learning rate in every step, as set by a scheduler."""
     dense = [p for n, p in model.named_parameters() if not hasattr(p, "_in_backward_optimizers")]
     optimizer = torch.optim.SGD(dense, lr=lr)
     losses = []
     for step, (features, weight) in enumerate(batches, first):
         for group in model.fused_optimizer.param_groups if scheduled else ():
             group["lr"] = 0.1 / (1 + step % 7)
-        model.fused_optimizer.zero_grad()  # hands it to FBGEMM
+        model.fused_optimizer.zero_grad()  # copies the learning rate to FBGEMM
         optimizer.zero_grad(set_to_none=False)
         loss = run(features, weight)
         loss.backward()

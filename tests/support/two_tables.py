@@ -1,4 +1,4 @@
-"""A model of two exchanges, batches of which consecutive ones share as many rows as wanted, and its training."""
+"""A model of two exchanges, batches with a given share of common rows, and its training."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class Batches:
             start = int(step * width * (1 - self.share))
             n = 0 if (step + dist.get_rank()) % 9 == 8 else 20 + (7 * step + dist.get_rank()) % 60
             window = torch.randint(0, width, (n,), generator=g)
-            if self.share == 1.0:  # every row of the window, some of them twice, so that all collide
+            if self.share == 1.0:  # every row of the window, some twice, so that all collide
                 window = torch.cat([torch.randperm(width, generator=g), window])
             items = (start + window) % ROWS
-            users = max(n // 10, 2 * bool(items.numel()))  # (both are empty, or none: each kind of batch is a graph)
+            users = max(n // 10, 2 * bool(items.numel()))  # (both are empty or neither: each case is a separate graph)
             yield {"item": items, "user": torch.randint(0, 7, (users,), generator=g)}
 
 
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
-    """Over the ranks. In their order: an all-reduce adds up in one that depends on the backend."""
+    """Averages over ranks in rank order; the order of an all-reduce depends on the backend."""
     grads = [p.grad for p in model.parameters()]
     mine = torch.cat([g.flatten() for g in grads])
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -69,9 +69,9 @@ def average_gradients(model: nn.Module) -> None:
 
 
 class Trainer:
-    """One model, compiled once; every run starts from the same weights unless it is given others.
+    """One model, compiled once; every run starts from the same weights unless others are given.
 
-    An optimizer that keeps a state can be changed for "sgd" and back: the graphs do not know it.
+    Optimizers with a state can be swapped for "sgd" and back: graphs do not depend on the optimizer.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Trainer:
         return self
 
     def train(self, share: float, steps: int, wrapped: bool, first: int = 0, state=None, overlap: bool | None = True):
-        """A plain loop. Returns losses; every parameter, row and optimizer state; the loader's stats."""
+        """A plain loop. Returns losses; all parameters, rows and optimizer state; and the loader's stats."""
         import freescale
         import freescale.backend as backend
 
@@ -103,7 +103,7 @@ class Trainer:
         losses = []
         for number, batch in enumerate(loader, first):
             for table in (self.model.item, self.model.user):
-                table.lr = 0.1 / (1 + number % 7)  # a schedule: every update has that of its own step
+                table.lr = 0.1 / (1 + number % 7)  # a schedule: every step has its own learning rate
             dense.zero_grad(set_to_none=False)
             loss = self.compiled({k: v.to(self.device) for k, v in batch.items()})
             loss.backward()

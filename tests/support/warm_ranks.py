@@ -1,10 +1,10 @@
-"""Preloaded by the forkserver of ranks.py: what every rank would import and prepare before its first compilation.
+"""Preloaded by the forkserver of ranks.py: all that every rank imports and prepares before its first compilation.
 
-It loads freescale's modules and uses nothing of them; the backend reads its settings where it is loaded, so that is
-left to the ranks. It trains a small model of the same kind (symbolic sizes, some of them known at run time alone, a
-custom op, an autograd.Function) through AOTAutograd and Inductor's passes, so that torch and SymPy fill what does not
-depend on the graph: a quarter of a rank's first compilation. It also reads what torch's cache keys depend on, all of
-torch's and Triton's sources: a second for every rank. It leaves no thread, which a fork would lose.
+Loads freescale's modules without using them; the backend reads its settings at import, so ranks import it themselves.
+Trains a small model of the same kind (symbolic and unbacked sizes, a custom op, an autograd.Function) through
+AOTAutograd and Inductor's passes, so that torch and SymPy fill graph-independent caches: a quarter of a rank's first
+compilation. Also hashes the sources of torch and Triton for torch's cache keys, which takes a second per rank. Leaves
+no threads, which a fork would lose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx
 from torch._inductor.fx_passes import joint_graph, post_grad
 from torch._inductor.virtualized import V
 
-# What tests import, and what torch imports while code is generated or a checkpoint is written.
+# Imported by tests, or by torch during code generation and checkpointing.
 LATER = (
     "expecttest",
     "hypothesis.strategies",
@@ -63,7 +63,7 @@ LATER = (
     "torch.utils._cpp_embed_headers",
     "torch.utils.cpp_extension",
 )
-FREESCALE = (  # (not freescale.graph_report, which would take the place of the function of that name)
+FREESCALE = (
     "freescale.driver",
     "freescale.runtime.lookahead.loader",
     "freescale.runtime.tables.sharded_embedding",
@@ -151,7 +151,7 @@ def _train(model: nn.Module, *batch: Any) -> None:
 
 
 def _sizes() -> None:
-    """What SymPy is asked of every size; it keeps its answers by name, and torch names sizes s0 to s99, u0, u1, ..."""
+    """SymPy's facts about sizes; it caches them by name, and torch names sizes s0 to s99, u0, u1, ..."""
     from torch.utils._sympy.numbers import int_oo
     from torch.utils._sympy.symbol import SymT, make_symbol
 
@@ -165,14 +165,14 @@ def _sizes() -> None:
 
 
 def _leave_out_logs() -> None:
-    """What torch works out while it compiles and only ever writes to its logs, of which no rank of a test has any."""
+    """Skip torch's computations that only go to its logs, which ranks of tests do not have."""
     for module, name, result in (
-        ("torch._dynamo.guards", "profile_guard_manager", 0.0),  # how long guards take, on a CPU with empty caches
+        ("torch._dynamo.guards", "profile_guard_manager", 0.0),  # measures guards, on a CPU with empty caches
         ("torch._functorch._aot_autograd.graph_compile", "_log_joint_graph", None),
         ("torch._functorch._aot_autograd.graph_compile", "_log_fw_bw_graphs", (None, None)),
     ):
         found = importlib.import_module(module)
-        if hasattr(found, name):  # other releases of torch have other functions
+        if hasattr(found, name):  # depends on the torch release
             setattr(found, name, lambda *_args, result=result: result)
     if hasattr(torch._dynamo.config, "side_effect_replay_policy"):
         torch._dynamo.config.side_effect_replay_policy = "silent"
@@ -181,13 +181,13 @@ def _leave_out_logs() -> None:
 def _cache_keys() -> None:
     from torch._inductor import codecache
 
-    for name in ("torch_key", "triton_key"):  # other releases of torch may have others
+    for name in ("torch_key", "triton_key"):  # depends on the torch release
         getattr(codecache, name, lambda: None)()
     codecache.CacheBase.get_system()
 
 
 def _registered() -> None:
-    """What can compile, as torch looks for it when a backend is named (among all installed packages), and for what."""
+    """Fill torch's lists of backends (searched in all installed packages) and of devices to compile for."""
     from torch._inductor.codegen import common
 
     torch._dynamo.list_backends()
@@ -200,16 +200,16 @@ def _threads() -> int:
 
 
 def _start_autograd() -> None:
-    """It starts a thread for each device, once. Where torch is built for CUDA, the first fake tensor makes up eight."""
+    """Autograd starts a thread per device, once. With CUDA builds of torch, the first fake tensor simulates eight."""
     torch.ones(1, requires_grad=True).sum().backward()
 
 
 def _warm_up() -> None:
     torch.set_num_threads(1)
     _start_autograd()
-    tqdm.tqdm.monitor_interval = 0  # else a thread
+    tqdm.tqdm.monitor_interval = 0  # else it starts a thread
     for name in LATER:
-        with contextlib.suppress(ModuleNotFoundError):  # other releases of torch have other modules
+        with contextlib.suppress(ModuleNotFoundError):  # depends on the torch release
             importlib.import_module(name)
     for name in (*FREESCALE, *(TORCHREC if HAS_TORCHREC else ())):
         importlib.import_module(name)
@@ -227,4 +227,4 @@ def _warm_up() -> None:
 _warm_up()
 assert _threads() == 1, "a thread would be lost in a fork"
 gc.collect()
-gc.freeze()  # a rank's garbage collector need not visit all of torch again and again
+gc.freeze()  # keeps a rank's garbage collector from visiting torch repeatedly

@@ -1,7 +1,7 @@
-"""Small models of other people's shapes, as TorchRec users write them, and batches for all of them.
+"""Small models in the style of TorchRec users, and batches for all of them.
 
-Every model takes a `Batch` and returns one loss per sample times the sample's weight, summed. None of them knows of
-freescale. `hypothesis` draws more from the same parts (test_zoo_random.py).
+Every model takes a `Batch` and returns the sum over samples of loss times weight. The models do not depend on
+freescale. `hypothesis` draws more models from the same parts (test_zoo_random.py).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Batch:
 
 
 def batch(step: int, rank: int, samples: int, padded_to: int = 0) -> Batch:
-    """`samples` samples; then as many as are missing for `padded_to` that have no id and no weight.
+    """`samples` samples, padded to `padded_to` with samples that have no ids and zero weight.
 
-    (Eager TorchRec wants as many samples on every rank, and at least one.)
+    (Eager TorchRec requires the same number of samples on every rank, and at least one.)
     """
     from torchrec import KeyedJaggedTensor
 
@@ -74,7 +74,7 @@ def bags() -> Any:
 
 
 def first_rows(jagged: Any) -> Tensor:
-    """The one row of each sample; zeros where it has none."""
+    """The row of each sample; zeros if it has none."""
     return jagged.to_padded_dense(1).squeeze(1)
 
 
@@ -84,7 +84,7 @@ def pooled(jagged: Any) -> Tensor:
 
 
 class Attention(nn.Module):
-    """As nn.MultiheadAttention, which cannot take a batch without samples."""
+    """As nn.MultiheadAttention, but supports a batch without samples."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Attention(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Self-attention over padded histories; the mask is made in place."""
+    """Self-attention over padded histories; the mask is modified in place."""
 
     def __init__(self, causal: bool, dropout: float = 0.0) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Encoder(nn.Module):
         x = jagged.to_padded_dense(LENGTH)
         place = torch.arange(LENGTH, device=x.device)
         pad = place[None, :] >= jagged.lengths()[:, None]
-        pad[:, 0] = False  # a history without items still attends to something
+        pad[:, 0] = False  # an empty history still attends to one position
         x = self.dropout(x * math.sqrt(DIM) + self.positions(place))
         x = x.masked_fill(pad[..., None], 0.0)
         causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).triu(1) if self.causal else None
@@ -129,7 +129,7 @@ class Encoder(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Dot products of all users with all items of the batch; the others are negatives."""
+    """Dot products of all users with all items of the batch; other samples' items are negatives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,13 +142,13 @@ class TwoTowers(nn.Module):
         users = self.user(torch.cat([pooled(found["history"]), first_rows(found["user"])], 1))
         items = self.item(first_rows(found["target"]))
         users, items = F.normalize(users, dim=1), F.normalize(items, dim=1)
-        # a sample without weight is not there for the others either
+        # a sample with zero weight is not a negative either
         scores = users @ items.T + torch.where(b.weight > 0, 0.0, -1e4)[None, :]
         return ((scores.logsumexp(1) - scores.diagonal()) * b.weight).sum()
 
 
 class SASRec(nn.Module):
-    """Next item at every place, against one negative: padding, dropout, masks that are changed in place."""
+    """Next item at every position, with one negative: padding, dropout, masks modified in place."""
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class SASRec(nn.Module):
 
 
 class BERT4Rec(nn.Module):
-    """Both directions; some items are hidden and told among a vocabulary."""
+    """Bidirectional; some items are masked and predicted from a vocabulary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class GRU4Rec(nn.Module):
 
 
 class DLRM(nn.Module):
-    """Pooled features beside sequences, and their products."""
+    """Pooled features and sequences, and their products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class DLRM(nn.Module):
 
 
 class HSTU(nn.Module):
-    """Pointwise attention on jagged histories, by the example's own op."""
+    """Pointwise attention on jagged histories, with the example's own op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class LooksUpTwice(nn.Module):
 
 
 class Tied(nn.Module):
-    """The last state is scored against rows of the very table that the history came from."""
+    """The last state is scored against rows of the table that the history comes from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,5 +319,5 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     m.__name__: m
     for m in (TwoTowers, SASRec, BERT4Rec, GRU4Rec, DLRM, HSTU, LooksUpTwice, Tied, ManyTasks, Autocast)
 }
-# As the planner might put them: items over all ranks, users on one of them.
+# A typical plan: items row-wise, users on one rank.
 LAYOUT = {"item": "row_wise", "user": "table_wise", "genre": "table_wise"}

@@ -125,7 +125,7 @@ def test_passes_off(tmp_path):
 @pytest.mark.thorough
 def test_a_killed_rank(tmp_path):
     """All of its steps are there, since a second has passed; that it did not end by itself is said, of it alone."""
-    with pytest.raises(RankFailed, match="died without a word"):
+    with pytest.raises(RankFailed, match="exited unexpectedly"):
         run_ranks(_train, 2, str(tmp_path), 1, env=env(tmp_path))
     found, said, made = shown(tmp_path)
     assert found["ranks"][1]["steps"] == STEPS and found["not_ended"] == [1]
