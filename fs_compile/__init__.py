@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from freescale.runtime.balance.solver import balance
     from freescale.runtime.lookahead.loader import LookaheadLoader
     from freescale.runtime.meter import METER as meter
+    from freescale.runtime.meter import log_to
     from freescale.runtime.samples.batch_balancer import BalanceOptions
-    from freescale.runtime.scalars import log_to
     from freescale.runtime.tables.sharded_embedding import ShardedEmbedding, ShardedEmbeddingCollection
 
 __version__ = "0.1.0"
@@ -43,7 +43,7 @@ _LAZY = {
     "ShardedEmbedding": "freescale.runtime.tables.sharded_embedding:ShardedEmbedding",
     "ShardedEmbeddingCollection": "freescale.runtime.tables.sharded_embedding:ShardedEmbeddingCollection",
     "balance": "freescale.runtime.balance.solver:balance",
-    "log_to": "freescale.runtime.scalars:log_to",
+    "log_to": "freescale.runtime.meter:log_to",
     "meter": "freescale.runtime.meter:METER",
     "observe": "freescale.driver:observe",
     "report": "freescale.graph_report:report",

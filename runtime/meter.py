@@ -1,4 +1,4 @@
-"""The bubble meter: per step of this rank, where its time went and what was sent.
+"""The bubble meter: per step of this rank, where its time went and what was sent; and `freescale.log_to`, its scalars.
 
 It is always on and costs a few microseconds per launch. A LookaheadLoader marks the end of each step; without one, call
 `freescale.meter.mark()`.
@@ -22,7 +22,49 @@ import torch
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
 from freescale.kernels.transports import cuda_driver, launch_record
-from freescale.views.records import BETWEEN_STEPS, LOADER, PLANNER, RENDEZVOUS, straggling
+from freescale.views.records import BETWEEN_STEPS, LOADER, PARTS, PLANNER, RENDEZVOUS, straggling
+
+
+def log_to(writer: Any, every: int = 1, prefix: str = "freescale") -> Callable[[], None]:
+    """Log the time breakdown of every `every`-th step of this rank. Return a function that stops it.
+
+        end = freescale.log_to(SummaryWriter())
+
+    Writes `<prefix>/step_seconds`, and `<prefix>/exposed_share` etc. for the parts of a step: see
+    `freescale.meter.steps`. On a GPU, a step is written some steps later, once the device has its times. Steps without
+    a number are counted from the first one.
+    """
+    if not callable(getattr(writer, "add_scalar", None)):
+        found = type(writer).__name__
+        raise TypeError(f"freescale: log_to needs a writer with add_scalar(name, value, step), found {found}")
+    if every < 1:
+        raise ValueError(f"freescale: log_to expects `every` to be at least 1, found {every}")
+    unwritten: deque[tuple[int, FinishedStep]] = deque()
+    seen = 0
+
+    def write(number: int, step: FinishedStep) -> None:
+        found = summary(step)
+        writer.add_scalar(f"{prefix}/step_seconds", found["seconds"], number)
+        for part in PARTS:
+            writer.add_scalar(f"{prefix}/{part}_share", found[part] / max(found["seconds"], 1e-9), number)
+
+    def listen(step: FinishedStep) -> None:
+        nonlocal seen
+        if seen % every == 0:
+            unwritten.append((step.name if isinstance(step.name, int) else seen, step))
+        seen += 1
+        while unwritten and is_known(unwritten[0][1]):
+            write(*unwritten.popleft())
+
+    stop = METER.listen(listen)
+
+    def end() -> None:
+        stop()
+        while unwritten:
+            write(*unwritten.popleft())
+
+    return end
+
 
 KEPT = 10_000
 _MOST_UNTOLD = 64  # steps whose times may still be sent to other ranks

@@ -12,8 +12,7 @@ import numpy as np
 
 from freescale.runtime.balance import assignment
 from freescale.runtime.balance.integer_problem import KEY_BITS, BalanceError, Problem
-from freescale.runtime.balance.partition import Partition
-from freescale.runtime.balance.swaps import OperationBudget, improve
+from freescale.runtime.balance.swaps import OperationBudget, Partition, improve
 
 _MAX_TRIES = 50_000  # of an exhaustive search, about 0.2 seconds
 

@@ -25,8 +25,7 @@ from freescale.runtime.balance.integer_problem import (
     short_text,
 )
 from freescale.runtime.balance.memory_cap import StopCriteria, fit_to_cap, improve_within_cap, over_cap
-from freescale.runtime.balance.partition import Partition
-from freescale.runtime.balance.swaps import OperationBudget, improve
+from freescale.runtime.balance.swaps import OperationBudget, Partition, improve
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from freescale.runtime.lookahead.thread import PlanningThread
 from freescale.runtime.meter import METER, FinishedStep, record_averages
 from freescale.runtime.recording import RecordedStats, Recorder, recorder
 from freescale.runtime.samples.batch_balancer import BalanceOptions, BatchBalancer, SampleInfo
-from freescale.runtime.samples.restore_outputs import restore_outputs
+from freescale.runtime.samples.split_batch import restore_outputs
 from freescale.runtime.tables.fbgemm import PooledBytes
 
 log = logging.getLogger(__name__)

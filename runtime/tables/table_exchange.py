@@ -5,6 +5,8 @@ Dynamo traces all of `lookup`: tensors and ops only, no data-dependent Python.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,12 +14,28 @@ import torch
 import torch.distributed as dist
 
 import freescale.kernels  # noqa: F401  (registers the ops)
-from freescale.compat import dynamo
+from freescale.compat import dynamo, nn_modules
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
 from freescale.kernels.planning.owners import Shard, first_row_of_each_table, owner_map
 from freescale.runtime.tables.step_plan import StepPlan, UrgentGradients, UrgentRows
-from freescale.runtime.tables.uncompiled_call import warn_of_uncompiled_call
+
+log = logging.getLogger(__name__)
+
+_warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def warn_of_uncompiled_call() -> None:
+    """Called by each lookup outside torch.compile. Warns once per model."""
+    module = nn_modules.called_past_compile()
+    if module is not None and module not in _warned:
+        _warned.add(module)
+        log.warning(
+            "freescale: %s.forward(...) was called, which model.compile does not compile, so it runs eagerly. Call the "
+            "model itself: model(batch)",
+            type(module).__name__,
+        )
+
 
 _ops = torch.ops.freescale
 _wait = torch.ops._c10d_functional.wait_tensor

@@ -19,7 +19,7 @@ from freescale.compat import dynamo, dynamo_settings, torchrec
 from freescale.runtime import batch_structure
 from freescale.runtime.tables import torchrec_collection, torchrec_pooling, torchrec_support
 from freescale.runtime.tables.fbgemm import FbgemmTable
-from freescale.runtime.tables.uncompiled_call import warn_of_uncompiled_call
+from freescale.runtime.tables.table_exchange import warn_of_uncompiled_call
 
 MANY_FEATURES = 16  # from here on torch's fake tensor cache costs more than it saves: each feature has its own size
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.runtime.balance import assignment, integer_problem, partition, solver, swaps
+from freescale.runtime.balance import assignment, integer_problem, solver, swaps
 from freescale.runtime.balance.solver import METHODS, BalanceError, BalanceResult, balance
 
 EQUAL = ("default", "zigzag", "lpt", "kk")  # methods that move samples and keep counts equal
@@ -427,7 +427,7 @@ def test_swaps_keep_the_books_and_never_raise_the_largest_load(ranks, batch, see
     p = integer_problem.Problem(
         costs, counts, rank, np.ones_like(costs), memory if capped else None, cap, integer_problem.bits_for_index(samples, ranks)
     )
-    split = partition.Partition(p, rank)
+    split = swaps.Partition(p, rank)
     for _ in range(12):
         before = int(split.loads.max())
         swaps.improve(split, p.load_lower_bound(), 0, swaps.OperationBudget(60_000))
