@@ -319,7 +319,7 @@ def _never_comes() -> bool:
                 time.sleep(0.05)
             break
     distributed.default_store().set("gave up", "")
-    with pytest.raises(RuntimeError, match=r"gradients of step 3 for table item.* not applied: \d+ rows.*did not come"):
+    with pytest.raises(RuntimeError, match=r"gradients of step 3 for table item.* not applied: \d+ rows.*did not arrive"):
         t.run(batch_of(1))
     with pytest.raises(RuntimeError, match="did not arrive within 5 s, or have exited"):
         next(iter(t.loader(data(8))))
