@@ -21,6 +21,11 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether the group has not been destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
 def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 

@@ -66,7 +66,7 @@ TORCH: Names = {
     "torch.distributed:PrefixStore": "underlying_store",
     "torch.distributed:ProcessGroup": "_allgather_base _device_types _get_backend alltoall_base recv",
     "torch.distributed:TCPStore": "host",
-    "torch.distributed.distributed_c10d": "_get_default_store _resolve_process_group",
+    "torch.distributed.distributed_c10d": "_get_default_store _resolve_process_group _world",
     "torch.fx.experimental._config": " ".join(("patch", *dynamo_settings.shape_settings(True))),
     "torch.fx.experimental.proxy_tensor:_extract_tensor_metadata": "include_contiguity",
     "torch.fx.experimental.sym_node:SymNode": "has_hint",

@@ -1,4 +1,7 @@
-"""The open transports of this process, one per group and name.
+"""The open transports of this process, one per name and set of ranks.
+
+Groups of the same ranks share a transport: urgent launches use the training's group, early and late ones the background
+group, and each priority has its own streams and slots in it.
 
 A transport requested by name must pass its self-test (proof.py), else it is an error. `auto` opens the SM-free
 transport that the group's ranks can use (selection.py), measures it against the group's own all-to-all
@@ -14,6 +17,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.transports import link_speed, proof, rank_view, selection
@@ -25,13 +29,30 @@ options: dict[str, dict[str, Any]] = {name: {} for name in selection.SM_FREE}  #
 _open: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 
+def _known(name: str, group: Any) -> tuple[Any, Any] | None:
+    """The entry of this group, or of another one with the same ranks."""
+    key = name, group.group_name
+    known = _open.get(key)
+    if known is not None and known[0] is group:
+        return known
+    if known is not None and known[1] is not None:
+        known[1].close()  # of an earlier group with the same name
+    _open.pop(key, None)
+    ranks = dist.get_process_group_ranks(group)
+    for (of_name, _), (other, transport) in list(_open.items()):
+        if of_name == name and distributed.is_alive(other) and dist.get_process_group_ranks(other) == ranks:
+            _open[key] = group, transport
+            return _open[key]
+    return None
+
+
 def transport_for(name: str, group: Any, x: torch.Tensor, n_recv: int) -> Any:
     """The transport for launches of the group under that name, None for c10d. Opened on first use, which is collective.
 
     `x`, `n_recv`: the rows that this launch sends, and how many it receives.
     """
-    known = _open.get((name, group.group_name))
-    if known is not None and known[0] is group:
+    known = _known(name, group)
+    if known is not None:
         return known[1]
     if name == "auto":
         row_bytes = math.prod(x.shape[1:]) * x.element_size()
@@ -47,11 +68,9 @@ def transport_for(name: str, group: Any, x: torch.Tensor, n_recv: int) -> Any:
 
 def _open_proven(name: str, group: Any, device: torch.device) -> Any:
     """The group's transport of that name. Collective. Raises NotProven."""
-    known = _open.get((name, group.group_name))
-    if known is not None and known[0] is group:
-        return known[1]
+    known = _known(name, group)
     if known is not None:
-        known[1].close()  # of an earlier group with the same name
+        return known[1]
     module = import_module(f"freescale.kernels.transports.{name}")
     seconds = distributed.timeout_of(group).total_seconds()
     opening = partial(module.open_transport, group, device, **options[name])
@@ -64,7 +83,7 @@ def _choose(group: Any, device: torch.device, nbytes: int) -> Any:
     """The choice of `auto`; None: c10d. Collective. Logs one line with the reason."""
     views, nbytes = rank_view.gather(group, device, nbytes)
     candidates = selection.candidates(views)
-    open_before = {name for name, of_group in _open if of_group == group.group_name}
+    open_before = {name for name in selection.SM_FREE if _known(name, group) is not None}
     transport, reason = _open_candidate(candidates, group, device), candidates.reason
     if transport is not None and candidates.has_c10d and group.size() > 1:
         seconds = link_speed.measure_transports({transport.name: transport, "c10d": None}, nbytes, group, device)
@@ -99,7 +118,7 @@ def _open_candidate(candidates: selection.Candidates, group: Any, device: torch.
 
 
 def _transports() -> list[Any]:
-    return [transport for _, transport in _open.values() if transport is not None]
+    return list({id(transport): transport for _, transport in _open.values() if transport is not None}.values())
 
 
 def names() -> list[str]:

@@ -155,6 +155,29 @@ def test_auto_for_a_group_that_is_part_of_the_world():
     assert run_ranks(_part_of_the_world, 3) == [([0, 0, 1, 1], ["staged"]), None, ([0, 0, 1, 1], ["staged"])]
 
 
+def _groups_of_the_same_ranks():
+    """As in a step with a LookaheadLoader: urgent rows on the training's group, early and late ones on another."""
+    background, driver = dist.new_group(), HostDriver()
+    open_transports.options["staged"] = {"driver": driver, "ring_bytes": 1 << 20, "piece_bytes": 8192}
+    counts = torch.tensor([2, 2])
+    launched = [
+        ops.all_to_all_launch(torch.full((4, 8), 10.0 * priority + dist.get_rank()), counts, counts, 4, priority, "t", name, "staged")
+        for priority, name in ((0, dist.group.WORLD.group_name), (1, background.group_name), (2, background.group_name))
+    ]
+    got = [torch.ops._c10d_functional.wait_tensor(out)[:, 0].tolist() for out in launched]
+    streams, transports = len(driver.queues), len(open_transports._transports())
+    dist.destroy_process_group(background)
+    other = dist.new_group()
+    open_transports.transport_for("staged", other, launched[0], 4)  # the first group is alive
+    transports = transports, len(open_transports._transports())
+    open_transports.close()
+    return got, streams, transports
+
+
+def test_groups_of_the_same_ranks_share_a_transport_of_twelve_streams():
+    assert run_ranks(_groups_of_the_same_ranks, 2) == [([[0, 0, 1, 1], [10, 10, 11, 11], [20, 20, 21, 21]], 12, (1, 1))] * 2
+
+
 def test_one_that_was_asked_for_by_name_is_an_error_on_every_rank():
     for said in run_ranks(_launch, 2, [SwapsTwoBytes, HostDriver], "staged", expect_errors=True):
         words = "freescale: FREESCALE_TRANSPORT=staged is not supported here: rank 0: staged corrupted 2 of "
