@@ -473,6 +473,7 @@ def _stays() -> list[dict[str, Any]]:
             assert model.table._exchange.anchor.grad is None  # nothing to add to, which would take a launch
             loss.backward()
     stats = loader.stats()
+    assert len(dist.distributed_c10d._world.pg_map) == 4  # training, background, planning, rendezvous
     assert hooks == [len(m._state_dict_pre_hooks) + len(m._forward_pre_hooks) for m in run.modules()]
     assert threads() == [] and len(model_hooks._hooks) == 1
     gone = weakref.ref(model)
