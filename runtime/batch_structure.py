@@ -93,30 +93,32 @@ def feature_ids(batch: Any, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
 
 
 def feature_ids_and_counts(batch: Any, wanted: Iterable[str]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Also the number of values per key of the KeyedJaggedTensors that hold the ids, for all keys."""
+    """Also the number of values per key of the KeyedJaggedTensors that hold the ids, for all keys, unless two of them
+    differ. A feature may be in the batch several times, with the same ids (some pipelines want every feature in one
+    KeyedJaggedTensor besides)."""
     wanted = list(dict.fromkeys(wanted))
     ids: dict[str, torch.Tensor] = {}
     places = list(_find_features(batch, wanted))
     host = _ids_on_host([x for _, x in places])
     splits = {id(x): _split(x.keys(), *host[id(x)]) for x in {id(x): x for _, x in places if is_kjt(x)}.values()}
     for name, x in places:
-        if name in ids:
-            raise ValueError(f"freescale: feature {name!r} is in the batch twice: cannot tell which one to plan")
-        if is_kjt(x):
-            ids[name] = splits[id(x)][name]
-        elif x.dim() != 1:
+        if not is_kjt(x) and x.dim() != 1:
             raise ValueError(f"freescale: feature {name!r} must be a tensor of 1 dimension, found {x.dim()}")
-        else:
-            (ids[name],) = host[id(x)]
+        found = splits[id(x)][name] if is_kjt(x) else host[id(x)][0]
+        if name in ids and not torch.equal(ids[name], found):
+            raise ValueError(
+                f"freescale: feature {name!r} is in the batch twice, with different ids: cannot tell which to plan"
+            )
+        ids[name] = found
     missing = [w for w in wanted if w not in ids]
     if missing:
         raise ValueError(
             f"freescale: the batch has no feature {', '.join(map(repr, missing))}, which the model looks up; "
             f"found {describe_structure(batch)}"
         )
-    twice = Counter(key for of_keys in splits.values() for key in of_keys)
-    counts = {key: part.shape[0] for of_keys in splits.values() for key, part in of_keys.items() if twice[key] == 1}
-    return ids, counts
+    sizes = [(key, part.shape[0]) for of_keys in splits.values() for key, part in of_keys.items()]
+    ambiguous = Counter(key for key, _ in dict.fromkeys(sizes))
+    return ids, {key: n for key, n in sizes if ambiguous[key] == 1}
 
 
 def _ids_on_host(holders: Sequence[Any]) -> dict[int, list[torch.Tensor]]:

@@ -98,8 +98,15 @@ def test_a_label_with_the_name_of_a_feature():
     assert batch_structure.id_holders(batch, ["item", "user", "shop"]) == [kjt, batch["shop"]]
     found, counts = batch_structure.feature_ids_and_counts(batch, ["item", "user", "shop"])
     assert [found[n].tolist() for n in ("item", "user", "shop")] == [[10], [11], [0, 1]] and counts == {"item": 1, "user": 1}
-    with pytest.raises(ValueError, match="'item' is in the batch twice"):
-        batch_structure.feature_ids({"one": kjt, "other": KeyedJaggedTensor("item")}, ["item"])
+    with pytest.raises(ValueError, match="'user' is in the batch twice, with different ids"):
+        batch_structure.feature_ids({"one": kjt, "other": KeyedJaggedTensor("user")}, ["user"])
+
+
+def test_equal_copies_of_a_feature():
+    one, other = KeyedJaggedTensor("item", "user"), KeyedJaggedTensor("item", "shop")
+    found, counts = batch_structure.feature_ids_and_counts({"one": one, "other": other}, ["item", "user"])
+    assert [found[n].tolist() for n in ("item", "user")] == [[10], [11]] and counts == {"item": 1, "user": 1, "shop": 1}
+    assert batch_structure.feature_ids({"x": {"item": ids()}, "y": {"item": ids()}}, ["item"])["item"].tolist() == [0, 1, 2]
 
 
 def found_again(make: Any, found: list[Any]) -> list[Any]:
@@ -142,8 +149,8 @@ def test_a_tensor_that_is_there_twice():
     [
         ({"item": ids().view(1, 3)}, "1 dimension"),
         ({"item": torch.ones(3)}, "no feature 'item'"),
-        ({"x": {"item": ids()}, "y": {"item": ids()}}, "twice"),
-        ({"x": {"item": ids()}, "y": {"item": ids().view(1, 3)}}, "twice"),
+        ({"x": {"item": ids()}, "y": {"item": ids() + 1}}, "twice, with different ids"),
+        ({"x": {"item": ids()}, "y": {"item": ids().view(1, 3)}}, "1 dimension"),
     ],
 )
 def test_no_places_where_the_batch_is_refused(batch, words):
