@@ -277,7 +277,7 @@ def worst_difference(losses: list[torch.Tensor], expected: list[torch.Tensor], m
 
 
 def report(losses: list[torch.Tensor], args: argparse.Namespace, difference: float) -> dict[str, Any]:
-    seen = freescale.graph_report()
+    seen = freescale.report()
     return {
         "ranks": dist.get_world_size(),
         "device": args.device,

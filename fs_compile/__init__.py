@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from freescale.backend import report
     from freescale.driver import observe
-    from freescale.graph_report import report
     from freescale.runtime.balance.sample_cost import FittedCost, LengthCost
     from freescale.runtime.balance.solver import balance
     from freescale.runtime.lookahead.loader import LookaheadLoader
@@ -46,7 +46,7 @@ _LAZY = {
     "log_to": "freescale.runtime.meter:log_to",
     "meter": "freescale.runtime.meter:METER",
     "observe": "freescale.driver:observe",
-    "report": "freescale.graph_report:report",
+    "report": "freescale.backend:report",
 }
 
 

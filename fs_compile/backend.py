@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from freescale import config, dense_gradients, install
-from freescale.compat import dynamo, dynamo_settings, inductor, planned_sizes
-from freescale.driver import Driver
+from freescale.compat import dynamo, dynamo_settings, inductor
+from freescale.driver import REPORT, Driver
 from freescale.kernels.ops.schemas import direct_ops
 from freescale.kernels.transports import open_transports
 from freescale.runtime import agreement
@@ -54,7 +54,7 @@ def freescale(
             before_first_run = dense_gradients.average_in_graph(gm, inputs, cfg)
             before_each_run = dense_gradients.before_each_run(gm, cfg)
             compiled = _compile(gm, inputs, Driver(cfg))
-        planned_sizes.drop_implied_guards()
+        dynamo_settings.drop_implied_guards()
     except Exception as error:
         retried = dynamo_settings.depends_on_data(error) and torchrec_collection.collections_to_trace_again()
         if dynamo.traces_again(error) or retried:  # install.py retries
@@ -118,3 +118,26 @@ def _meet_before_first_run(
 
 
 _process = install.install(freescale)
+
+
+def report() -> dict[str, Any]:
+    """Graphs, recompilations, graph breaks and exchanges of this process.
+
+    The passes do not run again for a graph loaded from torch's cache (`graphs_from_cache`): its exchanges, and passes
+    that did not apply, come from the record stored next to torch's cache. If that is missing, as after a hit in a
+    remote cache, they are not counted. DDP's wrapper, which Dynamo cannot trace, breaks the graph around the model but
+    not inside it; those breaks are counted separately.
+    """
+    breaks = dynamo.graph_breaks()
+    ddp = sum(n for reason, n in breaks.items() if dynamo.is_ddp_break(reason))
+    return {
+        "graphs": len(COMPILED),
+        "recompiles": sum(n - 1 for n in COMPILED.values()),
+        "graph_breaks": sum(breaks.values()) - ddp,
+        "graph_breaks_of_ddp": ddp,
+        "graphs_from_cache": dict(REPORT.from_cache),
+        "exchanges": dict(REPORT.exchanges),
+        "dense_buckets": REPORT.dense_buckets,
+        "pass_seconds": REPORT.seconds,
+        "refused": list(REPORT.refused),
+    }

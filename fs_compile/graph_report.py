@@ -1,4 +1,4 @@
-"""What the passes did to each compiled graph, kept beside the cache; and progress messages during compilation."""
+"""Records of what the passes did to each graph, kept beside the cache; and progress messages during compilation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from freescale.compat import dynamo, inductor
+from freescale.compat import inductor
 
 log = logging.getLogger(__name__)
 
@@ -57,32 +57,6 @@ def recall(key: str) -> GraphRecord | None:
 
 def _path(key: str) -> Path:
     return Path(inductor.cache_dir()) / "freescale" / f"{key}.json.gz"
-
-
-def report() -> dict[str, Any]:
-    """Graphs, recompilations, graph breaks and exchanges of this process.
-
-    The passes do not run again for a graph loaded from torch's cache (`graphs_from_cache`): its exchanges, and passes
-    that did not apply, come from the record stored next to torch's cache. If that is missing, as after a hit in a
-    remote cache, they are not counted. DDP's wrapper, which Dynamo cannot trace, breaks the graph around the model but
-    not inside it; those breaks are counted separately.
-    """
-    from freescale.backend import COMPILED
-    from freescale.driver import REPORT
-
-    breaks = dynamo.graph_breaks()
-    ddp = sum(n for reason, n in breaks.items() if dynamo.is_ddp_break(reason))
-    return {
-        "graphs": len(COMPILED),
-        "recompiles": sum(n - 1 for n in COMPILED.values()),
-        "graph_breaks": sum(breaks.values()) - ddp,
-        "graph_breaks_of_ddp": ddp,
-        "graphs_from_cache": dict(REPORT.from_cache),
-        "exchanges": dict(REPORT.exchanges),
-        "dense_buckets": REPORT.dense_buckets,
-        "pass_seconds": REPORT.seconds,
-        "refused": list(REPORT.refused),
-    }
 
 
 _CLEAR = "\r\x1b[K"  # clears the line of a progress bar, which will be redrawn

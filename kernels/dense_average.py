@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from freescale.compat import distributed, nn_modules
-from freescale.kernels import compression
+from freescale.kernels import compression, row_packing
 
 
 def start(
@@ -46,7 +46,7 @@ def pack_with_error(
     """Return the packed values; `errors` becomes the rest. Nothing is lost or rounded except in gradient + error.
     Nonfinite values that do not fit in this message are dropped, since they would stay in the error forever."""
     flat = torch.cat([(g + e).reshape(-1) for g, e in zip(gradients, errors, strict=True)])
-    sent = compression.take_largest(flat[:, None], _one_slab(flat), packing, clear=True)
+    sent = row_packing.take_largest(flat[:, None], _one_slab(flat), packing, clear=True)
     flat.nan_to_num_(0.0, 0.0, 0.0)
     for error, rest in zip(errors, flat.split([e.numel() for e in errors]), strict=True):
         error.copy_(rest.view(error.shape))
@@ -63,7 +63,7 @@ def average(received: torch.Tensor, out: torch.Tensor, packing: compression.Pack
     with torch.no_grad():
         out.zero_()
         for sent in received:  # one per rank
-            compression.put_back(sent, out[:, None], _one_slab(out), packing, add=True)
+            row_packing.put_back(sent, out[:, None], _one_slab(out), packing, add=True)
         out.mul_(1.0 / received.shape[0])
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels import compression, dense_average
+from freescale.kernels import dense_average, row_packing
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import implement
 from freescale.kernels.transports import c10d, launch_record, open_transports
@@ -42,10 +42,10 @@ def launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_nam
             out, work = _start(transport, group, x, send_counts, recv_counts, n_recv, priority)
             return launch_record.register_launch(work, label, out, group)
         _launches[label] += 1
-        packed = compression.pack(packing, x, send_counts, recv_counts, group.rank(), _launches[label])
+        packed = row_packing.pack(packing, x, send_counts, recv_counts, group.rank(), _launches[label])
         out = x.new_empty((n_recv, *x.shape[1:]))
         # before the start, so a stream that waits for the message also waits for this copy
-        compression.copy_own(x, out, send_counts, recv_counts, group.rank())
+        row_packing.copy_own(x, out, send_counts, recv_counts, group.rank())
         counts = packed.send_counts, packed.recv_counts, packed.n_recv
         received, work = _start(transport, group, packed.x, *counts, priority)
     then = partial(_unpack, packed, received, out)
@@ -61,7 +61,7 @@ def _start(transport, group, x, send_counts, recv_counts, n_recv, priority) -> t
     return out, c10d.start_all_to_all(out, x, recv_counts.tolist(), send_counts.tolist(), group)
 
 
-def _unpack(packed: compression.Packed, received: torch.Tensor, out: torch.Tensor) -> None:
+def _unpack(packed: row_packing.Packed, received: torch.Tensor, out: torch.Tensor) -> None:
     if received.is_cuda:
         received.record_stream(torch.cuda.current_stream(received.device))  # may differ from the launch's stream
     with torch.no_grad():

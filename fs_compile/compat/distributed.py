@@ -87,6 +87,7 @@ def hang_up(group: dist.ProcessGroup) -> None:
             nobody = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NEVER_SENT)
             nobody.wait(timedelta(milliseconds=1))
 
+
 _NEVER_SENT = 2**31 - 1  # a tag
 
 

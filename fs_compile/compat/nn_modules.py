@@ -105,6 +105,7 @@ def _unwrapped(backend: Any) -> Any:
         backend = backend._torchdynamo_orig_backend
     return backend
 
+
 _PREFIX = "_orig_mod."  # of state_dict keys of what torch.compile returns
 
 

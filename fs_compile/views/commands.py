@@ -13,8 +13,9 @@ from typing import Any
 
 from freescale import config
 from freescale.views import page, profile, records, timeline
+from freescale.views.records import named_graphs
 from freescale.views.summary import summarize, text_report
-from freescale.views.timeline import named_graphs, text_timeline
+from freescale.views.timeline import text_timeline
 
 
 def report(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from freescale.views.records import PARTS, Run, mean, settled
+from freescale.views.records import PARTS, Run, compilations, lacks_late_gradients, mean, named_graphs, settled
 from freescale.views.summary import (
     CLASSES,
     MEANING,
@@ -18,7 +18,7 @@ from freescale.views.summary import (
     size,
     summarize,
 )
-from freescale.views.timeline import compilations, lacks_late_gradients, lanes_of_graphs, named_graphs
+from freescale.views.timeline import lanes_of_graphs
 
 LEFT, RIGHT, ROW, TOP = 150, 70, 24, 24
 
@@ -104,6 +104,8 @@ _STYLE = """
 :root{color-scheme:light dark;--ink:#1c2024;--dim:#60666c;--paper:#fff;--line:#d4d8dc;--compute:#8fb4d9;
 --exposed:#d2493c;--loader:#e0a030;--straggler:#9a68c0;--host_bound:#7d8a4a;--urgent:#d2493c;--early:#3c8d6e;--late:#4a74c9;
 --dense:#b07d2b}
+
+
 @media(prefers-color-scheme:dark){:root{--ink:#e6e8ea;--dim:#9aa2a9;--paper:#16191c;--line:#3a4046;--compute:#39618a}}
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1000px;margin:2em auto;
 padding:0 1em}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from freescale.views.records import PARTS, RankRecord, Run, mean, median, settled
-from freescale.views.timeline import named_graphs
+from freescale.views.records import PARTS, RankRecord, Run, mean, median, named_graphs, settled
 from freescale.views.verdict import verdict
 
 CLASSES = ("urgent", "early", "late", "dense")

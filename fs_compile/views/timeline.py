@@ -1,41 +1,15 @@
-"""Graphs of a run by compilation, their predicted timeline, and steps as a trace for Perfetto or chrome://tracing.
+"""The predicted timeline of a compilation, and steps as a trace for Perfetto or chrome://tracing.
 
 The timeline shows when compute blocks run and messages are on the wire, by the times with which the passes placed
 launches. Urgent messages and dense gradients use the training group's wire, early and late ones the background group's;
-messages on one wire are serialized. A compilation is a forward graph and its backward graph (train), or a forward graph
-alone (eval); a step never mixes graphs of two compilations."""
+messages on one wire are serialized."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from freescale.views.records import RecordError, Run
+from freescale.views.records import RecordError, Run, compilations, lacks_late_gradients
 from freescale.views.summary import exchanges_in_words
-
-
-def compilations(graphs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The graphs of each compilation, by name and in order. The second one that trains is "train 2"."""
-    together: dict[str, list[dict[str, Any]]] = {}
-    for graph in graphs:
-        together.setdefault(graph["compilation"], []).append(graph)
-    named: dict[str, list[dict[str, Any]]] = {}
-    count = {"train": 0, "eval": 0}
-    for of_one in together.values():
-        kind = "train" if any(g["direction"] == "backward" for g in of_one) else "eval"
-        count[kind] += 1
-        named[kind if count[kind] == 1 else f"{kind} {count[kind]}"] = of_one
-    return named
-
-
-def named_graphs(graphs: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Each graph with the name of its compilation, grouped by compilation."""
-    return [(name, graph) for name, of_one in compilations(graphs).items() for graph in of_one]
-
-
-def lacks_late_gradients(timeline: list[dict[str, Any]]) -> bool:
-    """Whether the traced batch has none; later batches send some."""
-    return any(e["do"] == "launch" and e["priority"] == "late" and not e["bytes"] for e in timeline)
-
 
 LANES = ("compute", "urgent", "dense", "late", "early")
 Blocks = dict[str, list[tuple[float, float, str, str]]]

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from freescale.kernels.planning import native_batch
-from freescale.kernels.planning.native_batch import ALIGNMENT, Copy, Extents, Planned, PlannedExchange, Room
+from freescale.kernels.planning import native_plan
+from freescale.kernels.planning.native_plan import ALIGNMENT, Copy, Extents, Planned, PlannedExchange, Room
 from freescale.kernels.transports import cuda_driver
 from freescale.runtime import batch_structure
 from freescale.runtime.batch_structure import BatchEvent
@@ -101,7 +101,7 @@ class PlanBlock:
         self._host: torch.Tensor | None = None
         if self._pinned is None:
             self._array = np.empty(whole, dtype=np.int64)
-            address = native_batch.address_of(self._array)
+            address = native_plan.address_of(self._array)
         else:
             self._host = self._pinned.take(whole)
             elements, address = self._host.shape[0] - self._first, self._host.data_ptr()

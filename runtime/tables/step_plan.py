@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from freescale.compat import dynamo
-from freescale.kernels.planning.native_batch import ExchangeCounts
+from freescale.kernels.planning.native_plan import ExchangeCounts
 
 
 class Counts(NamedTuple):

@@ -186,6 +186,8 @@ def _nothing() -> None:
     "loop. Pending gradients must be applied before that, outside the graph: pass the LookaheadLoader the module whose "
     "call is compiled, or exit the loop first"
 )
+
+
 def _call_before_lookup(exchange: Exchange) -> None:
     exchange.before_lookup_outside_step()
 

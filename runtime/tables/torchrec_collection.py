@@ -251,6 +251,8 @@ def _note_unknown_sizes(number: int, planned: bool) -> None:
     "freescale: the model depends on the number of ids of a feature, which is unknown in a graph that counts them "
     "itself: use a LookaheadLoader, which counts them beforehand, or compile without fullgraph=True"
 )
+
+
 def _count_outside_graph(*read: Any) -> tuple[list[int], torch.Tensor]:
     counts, fault = torch.ops.freescale.count_values(*read)
     return counts.tolist(), fault

@@ -246,7 +246,7 @@ def _not_compiled() -> bool:
         freescale.LookaheadLoader([], step)
     with pytest.raises(TypeError, match="expects a compiled model.*found function"):
         freescale.LookaheadLoader([], lambda batch: batch)
-    with pytest.raises(TypeError, match="found Outer, in which nothing that looks up table item#?2? is compiled. If a compiled"):
+    with pytest.raises(TypeError, match="found Outer, in which no module that looks up table item#?2? is compiled. If a compiled"):
         freescale.LookaheadLoader([], Outer(Model(), _in_place(nn.Linear(2, 2))))
     with pytest.raises(TypeError, match="expects a compiled model"):
         freescale.LookaheadLoader([], torch.compiler.disable(Model()))

@@ -55,7 +55,7 @@ def _start(gbps: float) -> dict:
             loss = compiled(*batch)
             loss.backward()
             losses.append(float(loss.detach()))
-    report = freescale.graph_report()
+    report = freescale.report()
     return {
         "speed": max(link_speed.bytes_per_second.values()),
         "losses": losses,

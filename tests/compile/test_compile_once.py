@@ -40,7 +40,7 @@ def _start(observed: bool = False, **options) -> dict:
         for step in range(2):
             loss = run(torch.arange(5 + 3 * dist.get_rank() + step))
             loss.backward()
-    report = freescale.graph_report()
+    report = freescale.report()
     return {
         "result": (float(loss.detach()), model.table.weight.detach().clone()),
         "passed": driver.REPORT.graphs,

@@ -188,7 +188,7 @@ wait_tensor = _c10d_functional.wait_tensor(primals_9)  # float32[u1, 8]
 all_to_all_rows_launch_default = freescale.all_to_all_rows_launch(expect_ids, primals_20, primals_21, primals_22, sub_1, 0, item, 0)  # float32[-u1 + u7, 8]; urgent rows, chunk, -32*u1 + 32*u7 bytes
 wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_rows_launch_default)  # float32[-u1 + u7, 8]
 cat = aten.cat([wait_tensor, wait_tensor_default])  # float32[u7, 8]
-index = aten.index.Tensor(cat, [primals_14])  # float32[s84, 8]
+index = aten.index.Tensor(cat, [primals_11])  # float32[s84, 8]
 all_to_all_launch_default = freescale.all_to_all_launch(primals_38, primals_43, primals_44, primals_35, 1, item, 2)  # float32[u14, 8]; late gradients, chunk, 32*u14 bytes
 wait_tensor_default_1 = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u14, 8]
 update__default = freescale.update_(expect_ids, wait_tensor_default_1, primals_40, primals_36, primals_42, 1, item)  # float32[0, 8]
@@ -204,7 +204,7 @@ all_to_all_launch_default = freescale.all_to_all_launch(index_1, primals_31, pri
 wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u11, 8]
 update__default = freescale.update_(expect_ids, wait_tensor_default, primals_26, primals_28, primals_30, 0, item)  # float32[0, 8]
 index_2 = aten.index.Tensor(sum_rows, [primals_34])  # float32[u13, 8]
-return [None, None, update__default, None, None, None, None, None, None, None, None, index_2, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, mm, view]""")
+return [None, None, update__default, None, None, None, None, None, None, None, None, None, None, index_2, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, mm, view]""")
 
 
 def test_the_page_of_graphs_shows_these():

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from freescale.kernels.native import c_library
-from freescale.kernels.planning import native_batch, rank_mesh
-from freescale.kernels.planning.native_batch import BatchPlan, Copy, Room, plan_alone
+from freescale.kernels.planning import native_plan, rank_mesh
+from freescale.kernels.planning.native_batch import BatchPlan, plan_alone
+from freescale.kernels.planning.native_plan import Copy, Room
 from freescale.kernels.planning.owners import ExchangeTables, Shard, first_row_of_each_table, owner_map
 from planning_oracle import OraclePlan
 from ranks import run_ranks
@@ -50,7 +51,7 @@ def _memory(plan, last: bool = False) -> np.ndarray:
 
 
 def _room(memory: np.ndarray) -> Room:
-    return Room(native_batch.address_of(memory), memory.shape[0] - 1)
+    return Room(native_plan.address_of(memory), memory.shape[0] - 1)
 
 
 def _arrays(memory: np.ndarray, extents) -> list[list[int]]:
@@ -91,7 +92,7 @@ def _same(seed: int, batches: int, over: str, whole: bool = False) -> int:
         ids = [i for t in tables for i in _ids(rng, t, 1 + 40 * (number % 3))]
         # Room for none, or for any of these batches; on each rank for others.
         memory, copied = np.full(int(rng.integers(0, 2)) * 9000 + 1, -7, dtype=np.int64), np.zeros(3, dtype=np.int64)
-        room = Room(*_room(memory)[:2], [Copy(*map(native_batch.address_of, (copied, SOURCE)), SOURCE.nbytes)])
+        room = Room(*_room(memory)[:2], [Copy(*map(native_plan.address_of, (copied, SOURCE)), SOURCE.nbytes)])
         assert native.request(0, ids, room) is None
         at_once = native.needed <= room.elements
         assert (copied == SOURCE).all() == at_once == (memory.shape[0] > 1)
@@ -274,7 +275,7 @@ def _without_library(where: list[int], folder: str) -> list[str]:
     rank, group = dist.get_rank(), dist.group.WORLD
     if rank in where:
         c_library._FOLDER = Path(folder)
-        native_batch.library.cache_clear()
+        native_plan.library.cache_clear()
     tables, said = _row_wise([10], 2, [0]), []
     for plan in (lambda: rank_mesh.open_mesh(group), lambda: plan_alone([torch.tensor([rank])], tables, "t", group)):
         with pytest.raises(RuntimeError) as error:

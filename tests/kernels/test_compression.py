@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 
 import freescale.kernels  # noqa: F401
-from freescale.kernels import compression
+from freescale.kernels import compression, row_packing
 from freescale.kernels.compression import Packing, Slabs, packed_counts, parse
 from freescale.kernels.ops import table_registry
 from freescale.kernels.transports import launch_record
@@ -30,7 +30,7 @@ def largest(dim: int, share: Fraction = Fraction(1, 5), block: int = 1024) -> Pa
 def round_trip(x: torch.Tensor, counts: torch.Tensor, packing: Packing, launch_number: int = 1) -> torch.Tensor:
     """Of a rank that sends nothing to itself."""
     counts, own = torch.cat([counts, torch.tensor([0])]), len(counts)
-    packed = compression.pack(str(packing), x, counts, counts, own, launch_number)
+    packed = row_packing.pack(str(packing), x, counts, counts, own, launch_number)
     assert packed.x.shape == (packed.n_recv, compression.row_bytes(packing, x.shape[1]))
     out = torch.full_like(x, 7.0)
     packed.unpack(packed.x, out)
@@ -183,20 +183,20 @@ def test_what_a_rank_sends_to_itself_is_not_packed(counts, dim, text, data):
     x, ns = torch.randn(sum(counts), dim), torch.tensor(counts)
     own = torch.zeros(len(x), dtype=torch.bool)
     own[sum(counts[:rank]) : sum(counts[: rank + 1])] = True
-    packed = compression.pack(text, x, ns, ns, rank, 5)
+    packed = row_packing.pack(text, x, ns, ns, rank, 5)
     assert packed.send_counts[rank] == packed.recv_counts[rank] == 0 and packed.n_recv == len(packed.x)
     out = torch.full_like(x, 7.0)
     packed.unpack(packed.x, out)
     others = torch.tensor([n for r, n in enumerate(counts) if r != rank], dtype=torch.int64)
     assert (out[own] == 7.0).all() and torch.equal(out[~own], round_trip(x[~own], others, parse(text), 5))
-    compression.copy_own(x, out, ns, ns, rank)
+    row_packing.copy_own(x, out, ns, ns, rank)
     assert torch.equal(out[own], x[own]) and torch.equal(out[~own], round_trip(x[~own], others, parse(text), 5))
 
 
 def test_a_rank_expects_from_itself_what_it_sends():
     x, send, recv = torch.randn(3, 2), torch.tensor([1, 2]), torch.tensor([1, 1])
     with pytest.raises(ValueError, match="rank 1 sends 2 rows to itself and expects 1"):
-        compression.copy_own(x, x.clone(), send, recv, 1)
+        row_packing.copy_own(x, x.clone(), send, recv, 1)
 
 
 @pytest.mark.parametrize("world", (1, 2, 4))

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import torch
 
-from freescale.kernels import compression
+from freescale.kernels import compression, row_packing
 from freescale.kernels.compression import Packing, Slabs, packed_counts
 from interpreted import in_the_interpreter, on_a_gpu, run_cases
 
@@ -86,7 +86,7 @@ def launches_take_the_kernels(device: str) -> None:
 
     for counts, dim in SHAPES:
         x, ns, packing = torch.randn(sum(counts), dim), torch.tensor(counts), packing_of(dim, Fraction(1, 5))
-        packed = compression.pack(str(packing), x.to(device), ns, ns, 0, 1)
+        packed = row_packing.pack(str(packing), x.to(device), ns, ns, 0, 1)
         got, expected, slabs = torch.zeros_like(x, device=device), torch.zeros_like(x), Slabs.of(ns, 0)
         packed.unpack(packed.x, got)
         compression.expand(compression.compress(x, slabs, packing), expected, slabs, packing)

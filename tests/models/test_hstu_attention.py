@@ -150,9 +150,9 @@ def what_lies_outside_is_found(device: str) -> None:
     for count, behind, wrong in ((4, 0, ""), (3, 1, ""), (4, 1, "loads 1 .*from the start of source"), (4, -1, "loads 1")):
         with pytest.raises(Exception, match=wrong) if wrong else contextlib.nullcontext():
             copy_apart[(1,)](whole[2:6], target[::2], count, behind)
-    with pytest.raises(Exception, match="copy_apart stores to 2 places"):
+    with pytest.raises(Exception, match="copy_apart stores to 2 out-of-bounds addresses"):
         copy_apart[(1,)](whole, target[:3], 4, 0)
-    with pytest.raises(Exception, match="copy_apart loads 2 places"):
+    with pytest.raises(Exception, match="copy_apart loads 2 out-of-bounds addresses"):
         copy_apart[(1,)](whole[::2], target, 4, 0)
 
 

@@ -31,7 +31,7 @@ def differences(tables: str) -> tuple[float, dict, list[dict]]:
     expected = train_hstu.train(plain, train_hstu.histories(args), device, "eager")
     loader = freescale.LookaheadLoader(train_hstu.histories(args), model, balance=train_hstu.balance(args))
     losses = train_hstu.train(model, loader, device, "freescale")
-    return train_hstu.worst_difference(losses, expected, model, plain), freescale.graph_report(), loader.balance_stats()
+    return train_hstu.worst_difference(losses, expected, model, plain), freescale.report(), loader.balance_stats()
 
 
 @pytest.mark.thorough

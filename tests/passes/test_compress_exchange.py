@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_world import fake_world, golden_text, graphs_of
 from freescale.config import Config
-from freescale.kernels import compression, launch
+from freescale.kernels import compression, launch, row_packing
 from freescale.kernels.ops.schemas import PRIORITY_NAMES
 from freescale.passes.compress_exchange import DENSE_BLOCK, compress_exchange, dense_packing
 from freescale.passes.graph import EXCHANGE_KEY, GraphExchange, exchanges, size_in_bytes
@@ -205,7 +205,7 @@ class Simulated:
         if self.on and "packing" not in how and (self.which == "all" or priority != 0):
             self.numbers[what, priority] = self.numbers.get((what, priority), 0) + 1
             rank, number = dist.get_rank(), self.numbers[what, priority]
-            packed = compression.pack(self.packings[what], x, send_counts, send_counts, rank, number)
+            packed = row_packing.pack(self.packings[what], x, send_counts, send_counts, rank, number)
             x = x.clone()  # what goes to this rank itself stays
             packed.unpack(packed.x, x)
         return self.launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name, **how)

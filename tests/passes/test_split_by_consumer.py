@@ -269,7 +269,7 @@ def _step(cut: str, codegen: str):
         results.append((float(loss.detach()), *(p.grad for p in model.parameters())))
         torch._dynamo.reset()
     (a, *p), (b, *q) = results
-    assert max(freescale.graph_report()["exchanges"].values()) == 2  # one launch per tower
+    assert max(freescale.report()["exchanges"].values()) == 2  # one launch per tower
     assert a == b and all(torch.equal(x, y) for x, y in zip(p, q, strict=True))
     return True
 

@@ -169,7 +169,7 @@ def _torchrec(layout: str, dense: bool, codegen: str, look_ahead: bool) -> tuple
     batches = [trec.batch(step, dist.get_rank(), none=False) for step in range(STEPS)]
     losses = trec.train_on(model, run, freescale.LookaheadLoader(batches, run) if look_ahead else batches)
     state = {**trec.snapshot(model), **trec.optimizer_state(model)}
-    return losses, state, freescale.graph_report()
+    return losses, state, freescale.report()
 
 
 def _torchrec_against_ddp(layout: str, codegen: str = "eager", look_ahead: bool = False) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def _alone() -> dict[str, Any]:
 
     model = Native()
     _compiled(model, codegen="eager", dense="allreduce")(*_batch(0)).backward()
-    return freescale.graph_report()
+    return freescale.report()
 
 
 @thorough
@@ -388,7 +388,7 @@ def _with_ddp_too(strict: bool, wrapped_later: bool) -> Any:
     eager.module.load_state_dict(model.state_dict())
     eager(*_batch(0)).backward()
     worst = max(float((p.grad - g).abs().max()) for p, g in zip(eager.parameters(), found, strict=True))
-    return worst, freescale.graph_report()["dense_buckets"], [s for s in said if "leaves" in s]
+    return worst, freescale.report()["dense_buckets"], [s for s in said if "leaves" in s]
 
 
 @thorough

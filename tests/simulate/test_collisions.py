@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from freescale.kernels.planning import native_batch, rank_mesh
-from freescale.kernels.planning.native_batch import GRADIENT_ARRAYS, BatchPlan, Room
+from freescale.kernels.planning import native_plan, rank_mesh
+from freescale.kernels.planning.native_batch import BatchPlan
+from freescale.kernels.planning.native_plan import GRADIENT_ARRAYS, Room
 from freescale.kernels.planning.owners import ExchangeTables, Shard, owner_map
 from freescale.simulate.collisions import CollisionCounter, Counts
 from freescale.simulate.workload import Batch, Generated, Workload
@@ -60,7 +61,7 @@ def _planned(w: Workload) -> list[list[int]]:
             ids = torch.from_numpy(ids_of_ranks(Generated(w).batch(step, w.ranks), w.batch)[rank].copy())
             assert plan.request(0, [ids]) is None
         memory = np.zeros(plan.needed_for_last if last else plan.needed, dtype=np.int64)
-        (x,) = (plan.plan_last if last else plan.plan)(Room(native_batch.address_of(memory), len(memory)))[1]()
+        (x,) = (plan.plan_last if last else plan.plan)(Room(native_plan.address_of(memory), len(memory)))[1]()
         if step:
             place, size = x.gradients[GRADIENT_ARRAYS.index("urgent_keys")]
             found[-1] += [int(x.gradient_counts.urgent_recv.sum()), int(values_of_row[memory[place:][:size]].sum())]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.kernels.planning import rank_mesh, row_requests
-from freescale.kernels.planning.native_batch import (
+from freescale.kernels.planning.native_plan import (
     ALIGNMENT,
     GRADIENT_ARRAYS,
     NOTHING,

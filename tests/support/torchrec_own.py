@@ -277,4 +277,4 @@ def compare(case: Case, options: dict[str, Any] | None, lookahead: bool = False,
         mock.patch.object(test_sharding, "DistributedModelParallel", training.shard),
     ):
         own._test_sharding(sharders=sharders(case, test_sharding), **arguments(case, own))
-    return Outcome(freescale.graph_report(), training.stats, warnings.messages)
+    return Outcome(freescale.report(), training.stats, warnings.messages)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import trec
 import zoo
 from freescale.views import page, records, summary, timeline
-from freescale.views.timeline import compilations
+from freescale.views.records import compilations
 from ranks import HAS_TORCHREC, RankFailed, run_ranks
 
 pytestmark = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")

@@ -280,7 +280,7 @@ def halves_of_the_old(length):
 @pytest.mark.parametrize(
     "prior, features, sentence",
     (
-        (None, halves, "as `prior` one weight per feature: 1 to 8 finite .* found None"),
+        (None, halves, "as `prior` one weight per feature: 1 to 8 finite, .* found None"),
         (LengthCost(), halves, "found LengthCost"),
         ((1.0, 2.0), None, "requires the function `features`"),
         ((1.0, -2.0), halves, "non-negative numbers; found"),

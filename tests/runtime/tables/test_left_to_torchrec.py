@@ -80,10 +80,10 @@ def _exchanges_after_a_refused_model(built_before: bool) -> tuple[bool, int, int
     _losses(refused, _bags_of(2))
     served = _build(Bags, "table_wise") if served is None else served
     expected = _losses(_build(Bags, "table_wise"), _bags_of(6))
-    before = freescale.graph_report()["exchanges"]
+    before = freescale.report()["exchanges"]
     served.compile(backend="freescale", options=OPTIONS)
     plain = _losses(served, _bags_of(3))
-    after = freescale.graph_report()["exchanges"]
+    after = freescale.report()["exchanges"]
     ahead = _losses(served, freescale.LookaheadLoader(_bags_of(6)[3:], served))
     close = all(abs(a - b) <= 1e-6 for a, b in zip(plain + ahead, expected, strict=True))
     return close, after["forward"] - before["forward"], after["backward"] - before["backward"]

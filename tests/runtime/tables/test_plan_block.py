@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from freescale.kernels.planning.native_batch import ExchangeCounts, Extent, Extents, Planned, PlannedExchange, Room
+from freescale.kernels.planning.native_plan import ExchangeCounts, Extent, Extents, Planned, PlannedExchange, Room
 from freescale.runtime import batch_structure
 from freescale.runtime.tables.plan_block import SMALL_BYTES, PinnedMemory, PlanBlock, move_others, packable_tensors
 from interpreted import needs_gpu

@@ -138,7 +138,7 @@ def test_generated_code_of_collections_that_share_a_kjt():
 
 def test_what_growing_slots_imply():
     """Sizes of slots that grow from one to the next: which relations hold for all of them, and which for some."""
-    from freescale.compat.planned_sizes import _is_implied
+    from freescale.compat.dynamo_settings import _is_implied
 
     a, b, c, other = sympy.symbols("a b c other", integer=True)
     slots = [a, b, c]
