@@ -3,7 +3,7 @@
 # Uses the python3 at hand; freescale is taken from dist/*.whl if there is one, else built from this tree.
 # Results (JSON) go to $OUT, or to benchmarks/results/; logs of the tests to $OUT. QUICK=1: benchmarks with --quick.
 # PART=1, PART=2: one half of it, each done within BUDGET seconds (540): all tests and the short benchmarks; the long
-# ones, step_gpu with fewer variants and rounds. ONLY="a b": only these checks. JOBS: tests at a time (a fourth of the
+# ones, whole steps with --quick. ONLY="a b": only these checks. JOBS: tests at a time (a fourth of the
 # cores).
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -108,11 +108,9 @@ check hstu_attention_check 1 100 python3 benchmarks/hstu_attention.py --check
 check hstu_attention 1 150 python3 benchmarks/hstu_attention.py $quick --json "$results/hstu_attention.json"
 check contention 2 250 python3 benchmarks/contention.py $quick --json "$results/contention.json"
 check exchange_gpu 2 200 python3 benchmarks/exchange_gpu.py $quick --json "$results/exchange_gpu.json"
-steps=(--ranks 2 --json "$results/step_gpu.json")
-if [ -n "$budget" ]; then
-    steps+=(--rounds 2 --variants plain c10d c10d-ahead staged staged-ahead --seconds $(($(left) - 25)))
-fi
-check step_gpu 2 580 python3 benchmarks/step_gpu.py $quick "${steps[@]}"
+steps=(--json "$results/step_torchrec.json")
+if [ -n "$budget" ]; then steps+=(--quick --seconds $(($(left) - 25))); fi
+check step_torchrec 2 580 python3 benchmarks/step_torchrec.py $quick "${steps[@]}"
 echo
 echo "$summary"
 exit $failed

@@ -24,9 +24,9 @@ Variants, in turns in the same processes, on the same batches:
     sparsedist   TorchRec's TrainPipelineSparseDist, dense part compiled
     pec          TorchRec's TrainPipelinePEC (1.9 and later), dense part compiled
     plain        freescale without a LookaheadLoader
-    default      with a LookaheadLoader as it is by default; overlap, apart: overlap=True and False; -c10d: over the
-                 group's own all-to-all instead of what FREESCALE_TRANSPORT=auto takes
-    allreduce    overlap=True with FREESCALE_DENSE=allreduce in place of DDP
+    default      with a LookaheadLoader; no-overlap: with overlap=False; -c10d: over the group's own all-to-all instead
+                 of what FREESCALE_TRANSPORT=auto selects
+    allreduce    the default with FREESCALE_DENSE=allreduce instead of DDP
     balance      the default with balance=True (lognormal only)
 
 A figure is the mean step of a turn, on the compute stream from the end of the step before to its own end; median and

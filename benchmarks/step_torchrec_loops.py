@@ -23,7 +23,7 @@ class Variant:
     name: str
     loop: str  # dense, eager, sparsedist, pec; freescale: plain, ahead
     transport: str = "auto"
-    overlap: bool | None = None  # None: as the loader has it by default
+    overlap: bool = True
     balance: bool = False
     dense: str = "off"  # allreduce: in the graph, without DDP
 
@@ -41,12 +41,10 @@ VARIANTS = {
         Variant("pec", "pec"),
         Variant("plain", "plain"),
         Variant("default", "ahead"),
-        Variant("overlap", "ahead", overlap=True),
-        Variant("apart", "ahead", overlap=False),
         Variant("default-c10d", "ahead", "c10d"),
-        Variant("overlap-c10d", "ahead", "c10d", overlap=True),
-        Variant("apart-c10d", "ahead", "c10d", overlap=False),
-        Variant("allreduce", "ahead", overlap=True, dense="allreduce"),
+        Variant("no-overlap", "ahead", overlap=False),
+        Variant("no-overlap-c10d", "ahead", "c10d", overlap=False),
+        Variant("allreduce", "ahead", dense="allreduce"),
         Variant("balance", "ahead", balance=True),
         Variant("balance-c10d", "ahead", "c10d", balance=True),
     )
@@ -139,10 +137,9 @@ class Loop:
         import freescale
 
         if self.loader is None:
-            options = {"balance": self.variant.balance} | (
-                {} if self.variant.overlap is None else {"overlap": self.variant.overlap}
+            self.loader = freescale.LookaheadLoader(
+                data, self.trained.model, balance=self.variant.balance, overlap=self.variant.overlap
             )
-            self.loader = freescale.LookaheadLoader(data, self.trained.model, **options)
         self.loader.loader = data
         return self.loader
 

@@ -41,7 +41,7 @@ def test_two_halves_make_the_whole(tmp_path):
     assert ended.returncode == 0 and ended.stdout.count("passed") == len(whole) == CHECKS
     first, second = (called(tmp_path / part, PART=part)[0] for part in "12")
     assert programs(first + second) == programs(whole) and len(first) + len(second) == len(whole)
-    assert all("step_gpu.py" not in c or "--seconds" in c for c in second)
+    assert all("step_torchrec.py" not in c or "--seconds" in c for c in second)
     assert not any("--seconds" in c for c in whole)
 
 

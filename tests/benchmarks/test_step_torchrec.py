@@ -85,12 +85,12 @@ def _size(name: str, link: str, ranks: int = 2, cap: int = 0, **ms: float) -> di
 def test_headlines():
     found = step_torchrec.headlines(
         [
-            _size("45ms", "slow", dense=50, sparsedist=120, default=60, overlap=70),
+            _size("45ms", "slow", dense=50, sparsedist=120, default=60, no_overlap=70),
             _size("45ms", "fast", dense=45, sparsedist=60, default=48),
             _size("lognormal", "fast", cap=99, dense=71, sparsedist=104, default=72, balance=52),
             _size("lognormal", "fast", ranks=4, cap=99, dense=70, sparsedist=80, balance=60),
         ],
-        {"default": 1e-7, "overlap": 3e-7},
+        {"default": 1e-7, "no-overlap": 3e-7},
     )
     measured = {k: v for k, v in found.items() if v is not None}
     assert measured == {
