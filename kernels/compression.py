@@ -8,6 +8,9 @@ A *packing* is a string in the graph:
     fp16, bf16             every value, rounded to nearest
     fp8                    every value as e4m3, with one float32 scale per row; rounded to nearest
     fp8:stochastic         the same, with stochastic rounding
+    fp16:codec, bf16:codec:SCALE
+                           as TorchRec's codecs: every value is multiplied by the scale, clamped and rounded, also a
+                           rank's own rows, which are not sent
 
 Both sides know all sizes from the plan's counts, so nothing else is exchanged. The data for one peer is its *slab*. A
 rank's slab for itself is not sent and not packed.
@@ -104,10 +107,14 @@ class Packing:
     den: int = 1
     block_rows: int = 1
     stochastic: bool = False  # fp8
+    codec: bool = False  # fp16 and bf16 as in TorchRec's quantized communication,
+    scale: float | None = None  # with its loss scale
 
     def __str__(self) -> str:
         if self.kind == "largest":
             return f"largest:{self.num}/{self.den}:{self.block_rows}"
+        if self.codec:
+            return f"{self.kind}:codec" + ("" if self.scale is None else f":{self.scale!r}")
         return f"{self.kind}:stochastic" if self.stochastic else self.kind
 
 
@@ -117,9 +124,24 @@ def parse(text: str) -> Packing:
     if kind == "largest" and len(rest) == 2:
         num, den = map(int, rest[0].split("/"))
         return Packing(kind, num, den, int(rest[1]))
+    if kind in WIDE_TYPES and rest[:1] == ["codec"] and len(rest) <= 2:
+        return Packing(kind, codec=True, scale=float(rest[1]) if rest[1:] else None)
     if kind in NARROW_TYPES and (not rest or text == "fp8:stochastic"):
         return Packing(kind, stochastic=bool(rest))
     raise ValueError(f"freescale: unknown packing {text!r}")
+
+
+def encode(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """As FBGEMM's QuantizedCommCodec.encode, to the bit."""
+    dtype = WIDE_TYPES[packing.kind]
+    if packing.scale is not None:
+        x = packing.scale * x
+    return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+
+
+def decode(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """As its `decode`."""
+    return (x if packing.scale is None else x / packing.scale).float()
 
 
 def row_bytes(packing: Packing, dim: int) -> int:

@@ -45,7 +45,7 @@ def launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_nam
         packed = row_packing.pack(packing, x, send_counts, recv_counts, group.rank(), _launches[label])
         out = x.new_empty((n_recv, *x.shape[1:]))
         # before the start, so a stream that waits for the message also waits for this copy
-        row_packing.copy_own(x, out, send_counts, recv_counts, group.rank())
+        row_packing.copy_own(packing, x, out, send_counts, recv_counts, group.rank())
         counts = packed.send_counts, packed.recv_counts, packed.n_recv
         received, work = _start(transport, group, packed.x, *counts, priority)
     then = partial(_unpack, packed, received, out)

@@ -21,18 +21,24 @@ _ops = torch.ops.freescale
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
-def exchange_forward(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
+def exchange_forward(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name, packing=""):
     launched = _ops.all_to_all_rows_launch.default(
-        token, rows, send_counts, recv_counts, n_recv, priority, table, group_name
+        token, rows, send_counts, recv_counts, n_recv, priority, table, group_name, **_packed(packing)
     )
     return _wait(launched)
 
 
 def exchange_backward(
-    token, grad, rows, order, ends, send_counts, recv_counts, n_recv, priority, table, group_name
+    token, grad, rows, order, ends, send_counts, recv_counts, n_recv, priority, table, group_name, packing=""
 ):
-    launched = _ops.all_to_all_launch.default(grad, send_counts, recv_counts, n_recv, priority, table, group_name)
+    launched = _ops.all_to_all_launch.default(
+        grad, send_counts, recv_counts, n_recv, priority, table, group_name, **_packed(packing)
+    )
     return _ops.update_.default(token, _wait(launched), rows, order, ends, priority, table)
+
+
+def _packed(packing):
+    return {"packing": packing} if packing else {}
 
 
 class _AveragedParameter(torch.autograd.Function):

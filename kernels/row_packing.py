@@ -13,6 +13,8 @@ from freescale.kernels.compression import (
     Packing,
     Slabs,
     compress,
+    decode,
+    encode,
     entries_of,
     expand,
     from_fp8,
@@ -52,15 +54,16 @@ def pack(
 
 
 def copy_own(
-    x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int
+    text: str, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int
 ) -> None:
-    """Copy the rows that this rank sends to itself, uncompressed."""
+    """Copy the rows that this rank sends to itself, uncompressed; TorchRec's codecs round them, too."""
+    packing = parse(text)
     sent, received = _own_rows(send_counts, rank), _own_rows(recv_counts, rank)
     n, expected = sent.stop - sent.start, received.stop - received.start
     if n != expected:
         raise ValueError(f"freescale: rank {rank} sends {n} rows to itself and expects {expected}")
     if n:
-        out[received] = x[sent]
+        out[received] = decode(encode(x[sent], packing), packing) if packing.codec else x[sent]
 
 
 def _own_rows(counts: torch.Tensor, rank: int) -> slice:
@@ -90,7 +93,8 @@ def _narrow(x: torch.Tensor, packing: Packing, launch_number: int) -> torch.Tens
 
             return compression_triton.to_fp8(x, number)
         return to_fp8(x, number)
-    return x.to(WIDE_TYPES[packing.kind]).view(torch.uint8)
+    narrow = encode(x, packing) if packing.codec else x.to(WIDE_TYPES[packing.kind])
+    return narrow.view(torch.uint8)
 
 
 def _widen(packed: torch.Tensor, out: torch.Tensor, packing: Packing, counts: torch.Tensor, rank: int) -> None:
@@ -105,7 +109,8 @@ def _widen(packed: torch.Tensor, out: torch.Tensor, packing: Packing, counts: to
             else:
                 from_fp8(rows, part)
         else:
-            part.copy_(rows.view(WIDE_TYPES[packing.kind]))
+            narrow = rows.view(WIDE_TYPES[packing.kind])
+            part.copy_(decode(narrow, packing) if packing.codec else narrow)
         begin += part.shape[0]
 
 

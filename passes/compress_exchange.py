@@ -90,6 +90,9 @@ def _buckets(graph: fx.Graph) -> list[GraphExchange]:
 def _check(x: GraphExchange, dtype: torch.dtype) -> None:
     if dtype != torch.float32:
         raise CannotApply(f"{x} are {str(dtype).removeprefix('torch.')}: only float32 can be compressed")
+    if packing := x.launch.kwargs.get("packing"):
+        kind = compression.parse(str(packing)).kind
+        raise CannotApply(f"{x} are sent as {kind} already, by the collection's QCommsConfig: use one of the two")
     if x.launch.kwargs:
         raise CannotApply(f"{x.launch.name} is called with keyword arguments")
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 import logging
 import operator
 
+import sympy
 import torch
 from torch import fx
 
 from freescale.config import Config
+from freescale.kernels import compression
 from freescale.kernels.ops.schemas import PRIORITY_NAMES
 from freescale.passes.graph import (
     EXCHANGE_KEY,
@@ -96,6 +98,8 @@ def _dialect_exchange(kind: str, payload: str, node: fx.Node, wait: fx.Node | No
     sent = argument(node, "grad" if payload == "gradients" else "token").meta["val"]
     n_recv = argument(node, "n_recv")
     received = size_in_bytes(sent, n_recv.meta["val"] if isinstance(n_recv, fx.Node) else n_recv)
+    if packing := node.kwargs.get("packing"):
+        received *= sympy.Rational(compression.row_bytes(compression.parse(str(packing)), 1), sent.element_size())
     priority = PRIORITY_NAMES[argument(node, "priority")]
     consumer = first_user(wait) if wait is not None else None
     return GraphExchange(kind, payload, priority, received, node, wait, consumer, argument(node, "table"))

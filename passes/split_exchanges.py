@@ -44,7 +44,7 @@ def split_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
     """Return the number of exchanges expanded or split."""
     composites = [x for x in exchanges(gm.graph) if x.kind == "composite"]
     for x in composites:
-        if x.launch.kwargs:
+        if x.launch.kwargs.keys() - {"packing"}:
             raise CannotApply(f"{x.launch.name} is called with keyword arguments")
     plain = [x for x in exchanges(gm.graph) if x.kind == "plain" and split_by_consumer.bytes_of_row(x) >= cfg.min_bytes]
     splits = [split for x in plain if (split := split_by_consumer.plan(x)) is not None]
@@ -61,7 +61,7 @@ def _open(graph: fx.Graph, x: GraphExchange) -> None:
     tracer = fx.proxy.GraphAppendingTracer(graph)
     before = old.prev
     with graph.inserting_before(old):
-        result = REFERENCES[old.target](*(_as_proxy(a, tracer) for a in old.args))
+        result = REFERENCES[old.target](*(_as_proxy(a, tracer) for a in old.args), **old.kwargs)
     new = []
     node = before.next
     while node is not old:

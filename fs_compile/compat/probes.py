@@ -98,6 +98,7 @@ FBGEMM: Names = {
     "feature_table_map get_learning_rate is_nobag iter iter_cpu momentum1_dev momentum1_host momentum2_dev "
     "momentum2_host momentum2_uvm optimizer optimizer_args output_dtype set_learning_rate weights_dev weights_host "
     "weights_precision weights_uvm",
+    "fbgemm_gpu.quantize_comm:QuantizedCommCodec": "_comm_precision _loss_scale",
     "fbgemm_gpu.split_embedding_codegen_lookup_invokers.lookup_args:OptimizerArgs": "beta1 beta2 eps "
     "gradient_clipping max_norm weight_decay",
 }  # fmt: skip
@@ -107,6 +108,7 @@ TORCHREC: Names = {
     "torchrec.distributed.embeddingbag:ShardedEmbeddingBagCollection": "_device _embedding_bag_configs "
     "_embedding_dims _embedding_names _embedding_shardings _env _has_mean_pooling_callback _lookups _module_fqn "
     "_sharding_types _table_name_to_config",
+    "torchrec.distributed.types:QuantizedCommCodecs": "forward backward",
     "torchrec.distributed.embedding_lookup:GroupedEmbeddingsLookup": "_emb_modules grouped_configs",
     "torchrec.distributed.embedding_lookup:GroupedPooledEmbeddingsLookup": "_emb_modules grouped_configs",
     "torchrec.distributed.sharding.rw_sharding:BaseRwEmbeddingSharding": "_grouped_embedding_configs_per_rank",

@@ -67,6 +67,28 @@ def sums_over_ranks(kind: str) -> bool:
     return kind in ("row_wise", "table_row_wise")
 
 
+def packings(collection: Any, kind: str) -> tuple[str, str]:
+    """How rows and gradients of tables with this sharding are sent (kernels/compression.py), by the collection's
+    quantized communication; "" is float32. Raises NotImplementedError with the name of an unsupported codec."""
+    op = "SEQUENCE_EMBEDDINGS_ALL_TO_ALL"
+    if is_pooled_collection(collection):
+        in_parts = sums_over_ranks(kind) or kind == "grid_shard"
+        op = "POOLED_EMBEDDINGS_REDUCE_SCATTER" if in_parts else "POOLED_EMBEDDINGS_ALL_TO_ALL"
+    codecs = (collection.qcomm_codecs_registry or {}).get(op)
+    return ("", "") if codecs is None else (_packing(codecs.forward), _packing(codecs.backward))
+
+
+def _packing(codec: Any) -> str:
+    if type(codec).__name__ == "NoOpQuantizedCommCodec":
+        return ""
+    precision = getattr(getattr(codec, "_comm_precision", None), "value", type(codec).__name__)
+    if precision == "fp32":
+        return ""
+    if precision not in ("fp16", "bf16"):
+        raise NotImplementedError(precision)
+    return f"{precision}:codec" + ("" if codec._loss_scale is None else f":{float(codec._loss_scale)!r}")
+
+
 def divides_sums(collection: Any) -> bool:
     """Whether a pooled collection divides sums over ranks, because some feature uses mean pooling."""
     return collection._has_mean_pooling_callback

@@ -15,7 +15,7 @@ Counts (rows per peer) are CPU int64 tensors of length world, so the graph does 
     checked_weights         weights of ids, after every rank confirmed that it has one weight per id (collective)
     expect_ids              raises unless the ids, and their number per key, match the plan
     exchange_forward        rows from their owners to the ranks that requested them
-    exchange_backward       their gradients back to the owner, which sums and applies them
+    exchange_backward       their gradients back to the owner, which sums and applies them. `packing` as in a launch
     all_to_all_rows_launch  start of an all-to-all of table rows
     all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either. `transport` carries
                             it (transports/selection.py); `packing` is the compression of rows (compression.py)
@@ -70,11 +70,11 @@ lib.define(
 )
 lib.define(
     "exchange_forward(Tensor token, Tensor rows, Tensor send_counts, Tensor recv_counts, SymInt n_recv, "
-    "int priority, str table, str group_name) -> Tensor"
+    'int priority, str table, str group_name, str packing="") -> Tensor'
 )
 lib.define(
     "exchange_backward(Tensor token, Tensor grad, Tensor rows, Tensor order, Tensor ends, Tensor send_counts, "
-    "Tensor recv_counts, SymInt n_recv, int priority, str table, str group_name) -> Tensor"
+    'Tensor recv_counts, SymInt n_recv, int priority, str table, str group_name, str packing="") -> Tensor'
 )
 _HOW = (
     "Tensor send_counts, Tensor recv_counts, SymInt n_recv, int priority, str table, str group_name, "
@@ -144,13 +144,13 @@ def _expect_ids(token, ids, planned, step, table, lengths=None, counts=None, fau
 
 
 @torch.library.register_fake("freescale::exchange_forward", lib=lib)
-def _exchange_forward(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name):
+def _exchange_forward(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name, packing=""):
     return _rows_like(token, n_recv)
 
 
 @torch.library.register_fake("freescale::exchange_backward", lib=lib)
 def _exchange_backward(
-    token, grad, rows, order, ends, send_counts, recv_counts, n_recv, priority, table, group_name
+    token, grad, rows, order, ends, send_counts, recv_counts, n_recv, priority, table, group_name, packing=""
 ):
     return torch.empty_like(token)
 

@@ -63,10 +63,10 @@ class LateGradientsHook:
 
 def apply_late_gradients(exchange: Exchange, plan: StepPlan) -> None:
     """Send and apply the late gradients of a step that has some. Collective."""
-    late = plan.late_gradients()
+    late, names = plan.late_gradients(), exchange.names()
     torch.ops.freescale.exchange_backward(
-        exchange.anchor.detach(), late.grad, *late.update, *late.counts, late.update.order.shape[0], LATE,
-        exchange.name, exchange.group_name
+        exchange.anchor.detach(), late.grad, *late.update, *late.counts, late.update.order.shape[0], LATE, *names[:2],
+        **names.of_gradients
     )  # fmt: skip
     assert plan.late_slot is not None
     plan.late_slot.grad = None
@@ -200,9 +200,10 @@ class Loop:
             plan.before = step_plan.no_late_gradients(plan) if before is None else before.late_gradients()
             if fetch:
                 _wait(plan.arrived)
+                names = x.names()
                 plan.arrived = torch.ops.freescale.all_to_all_rows_launch(
                     x.anchor.detach(), plan.early_rows, *plan.early_counts, plan.early_slots.shape[0], EARLY,
-                    x.name, x.group_name
+                    *names[:2], **names.of_rows
                 )  # fmt: skip
         self._updates_before = [table_registry.update_counts[x.name] for x in self.exchanges]
 

@@ -74,6 +74,7 @@ class Exchange:
         self.background_group_name = group.group_name
         # For host-side messages of a step. A LookaheadLoader gives it a group that does not use the device.
         self.host_group_name = group.group_name
+        self.row_packing = self.gradient_packing = ""  # how rows and gradients are sent: compression.py
         self.features = [feature for feature, _ in entries]
         self.sequences: list[str] = []  # features of a KeyedJaggedTensor whose rows the model gets as sequences
         table_offsets = first_row_of_each_table(table_rows)
@@ -143,7 +144,7 @@ class Exchange:
             return ExchangedRows.apply(
                 self.anchor, None, self.anchor.detach(), None, Positions(inverse, order, ends, bag_ends, weights),
                 UrgentRows(rows, send, recv), UrgentGradients(None, own_rows, own_order, own_ends, recv, send), None,
-                divide_by, self.name, self.group_name
+                divide_by, self.names()
             )  # fmt: skip
         return self._look_up_planned(self.freescale_plan, ids, divide_by, bag_ends, weights, of_kjt)
 
@@ -159,22 +160,27 @@ class Exchange:
         embedded = ExchangedRows.apply(
             self.anchor, p.late_slot, token, None if p.whole else _wait(p.arrived),
             Positions(p.inverse, p.order, p.ends, bag_ends, weights), p.urgent, p.urgent_gradients, p.late_index,
-            divide_by, self.name, self.group_name
+            divide_by, self.names()
         )  # fmt: skip
         if p.whole:
             return embedded
         # The previous step's gradients that this batch does not need, then rows for the next batch. Neither touches the
         # rows above, so both can be scheduled freely.
-        late, following = p.before, p.next
+        late, following, names = p.before, p.next, self.names(self.background_group_name)
         assert late is not None and following is not None
-        names = (self.name, self.background_group_name)
         updated = _ops.exchange_backward(
-            token, late.grad, *late.update, *late.counts, late.update.order.shape[0], LATE, *names
-        )
+            token, late.grad, *late.update, *late.counts, late.update.order.shape[0], LATE, *names[:2],
+            **names.of_gradients
+        )  # fmt: skip
         following.arrived = _ops.all_to_all_rows_launch(
-            updated, following.early_rows, *following.early_counts, following.early_slots.shape[0], EARLY, *names
-        )
+            updated, following.early_rows, *following.early_counts, following.early_slots.shape[0], EARLY, *names[:2],
+            **names.of_rows
+        )  # fmt: skip
         return embedded
+
+    def names(self, group_name: str | None = None) -> Names:
+        """`group_name`: another group than the training's."""
+        return Names(self.name, group_name or self.group_name, self.row_packing, self.gradient_packing)
 
 
 def _nothing() -> None:
@@ -212,21 +218,40 @@ class Positions(NamedTuple):
     weights: torch.Tensor | None
 
 
+class Names(NamedTuple):
+    """The string arguments of an exchange's ops."""
+
+    table: str
+    group_name: str
+    row_packing: str
+    gradient_packing: str
+
+    @property
+    def of_rows(self) -> dict[str, str]:
+        return {"packing": self.row_packing} if self.row_packing else {}
+
+    @property
+    def of_gradients(self) -> dict[str, str]:
+        return {"packing": self.gradient_packing} if self.gradient_packing else {}
+
+
 class ExchangedRows(torch.autograd.Function):
     """The blocking part of an exchange. `early`: rows that arrived during the previous step. Late gradients become the
     gradient of `late_slot`. These and `late_index` are None if all rows and gradients are urgent."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, anchor, late_slot, token, early, positions, urgent, own, late_index, divide_by, table, group_name
+        ctx: Any, anchor, late_slot, token, early, positions, urgent, own, late_index, divide_by, names
     ):
         ctx.save_for_backward(token, *positions[1:], *own, late_index)
-        ctx.divide_by, ctx.table, ctx.group_name = divide_by, table, group_name
+        ctx.divide_by, ctx.names = divide_by, names
         n_urgent = positions.ends.shape[0]
         if early is not None:
             n_urgent -= early.shape[0]
             torch._check(n_urgent >= 0)
-        rows = _ops.exchange_forward(token, *urgent, n_urgent, URGENT, table, group_name)
+        rows = _ops.exchange_forward(
+            token, *urgent, n_urgent, URGENT, names.table, names.group_name, **names.of_rows
+        )
         return _positions_or_bags(rows if early is None else torch.cat([early, rows]), positions)
 
     @staticmethod
@@ -236,9 +261,10 @@ class ExchangedRows(torch.autograd.Function):
         keys, *update, send_counts, recv_counts = own
         done = _ops.exchange_backward(
             token, unique if keys is None else unique.index_select(0, keys), *update,
-            send_counts, recv_counts, update[1].shape[0], URGENT, ctx.table, ctx.group_name
+            send_counts, recv_counts, update[1].shape[0], URGENT, ctx.names.table, ctx.names.group_name,
+            **ctx.names.of_gradients
         )  # fmt: skip
-        return done, None if late_index is None else unique.index_select(0, late_index), *(None,) * 9
+        return done, None if late_index is None else unique.index_select(0, late_index), *(None,) * 8
 
 
 def _positions_or_bags(unique: torch.Tensor, p: Positions) -> torch.Tensor:

@@ -71,7 +71,9 @@ class CollectionTables:
         pooled = torchrec.is_pooled_collection(collection)
         table = FbgemmBags(*arguments, own.tables if own else []) if pooled else FbgemmTable(*arguments)
         entries, label = layout.features_and_tables(), f"{self.label}.{kind}"
-        self.exchanges.append(Exchange(label, table, layout.shards, layout.table_rows, entries, env.process_group))
+        exchange = Exchange(label, table, layout.shards, layout.table_rows, entries, env.process_group)
+        exchange.row_packing, exchange.gradient_packing = torchrec.packings(collection, kind)
+        self.exchanges.append(exchange)
         self.output_names.append([e.output for e in layout.entries])
 
 

@@ -6,6 +6,7 @@ An unsupported module keeps TorchRec's own forward, outside the graph. With `str
 from __future__ import annotations
 
 import logging
+import weakref
 from types import CodeType
 from typing import Any
 
@@ -21,7 +22,7 @@ _SHARDINGS = ("row_wise", "table_wise", "column_wise", "data_parallel")
 _POOLED_SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 _warnings: list[str] = []  # already logged in this process
 _left_in: dict[CodeType, None] = {}  # code compiled up to the call of a module that is left to TorchRec
-_strict_errors: list[str] = []  # raised while tracing a model with `strict`
+_strict_errors: list[tuple[weakref.ref[Any], str]] = []  # module and error, raised while tracing with `strict`
 
 
 class UnsupportedTables(RuntimeError):
@@ -29,8 +30,12 @@ class UnsupportedTables(RuntimeError):
 
 
 def raise_if_unsupported(cfg: Config) -> None:
-    if cfg.strict and _strict_errors:
-        raise UnsupportedTables(_strict_errors[0])
+    """An error raised while tracing may have become a graph break. The module is alive unless the user has given its
+    model up."""
+    errors = [message for module, message in _strict_errors if module() is not None]
+    if cfg.strict and errors:
+        _strict_errors.clear()
+        raise UnsupportedTables(errors[0])
 
 
 def report_unsupported(module: Any, reason: str) -> None:
@@ -43,7 +48,7 @@ def report_unsupported(module: Any, reason: str) -> None:
         _warnings.append(message)
         log.warning(message)
     if load(nn_modules.options_while_tracing()).strict:
-        _strict_errors.append(message)
+        _strict_errors.append((weakref.ref(module), message))
         raise UnsupportedTables(message)
 
 
@@ -74,8 +79,11 @@ def unsupported_reason(collection: Any) -> str | None:
     env = torchrec.sharding_env(collection)
     if type(env).__name__ != "ShardingEnv" or env.process_group is None:
         return f"tables {names} are sharded over a multi-dimensional device mesh"
-    if collection.qcomm_codecs_registry:
-        return f"tables {names} use quantized communication"
+    for kind in {sharding.sharding_type for sharding in collection.module_sharding_plan.values()}:
+        try:
+            torchrec.packings(collection, kind)
+        except NotImplementedError as error:
+            return f"tables {names} use quantized communication in {error}; fp16 and bf16 are supported"
     if torchrec.returns_indices(collection):
         return f"tables {names} return their indices (need_indices)"
     if pooled and (reason := _unsupported_means(collection)) is not None:

@@ -30,6 +30,7 @@ SEQUENCES = {
     "float16": Case({"sequence": "row_wise"}, half=True),
     "beside pooled": Case({"sequence": "table_wise", "pooled": "row_wise"}),
     "adam": Case({"sequence": "row_wise"}, optimizer="adam"),
+    "quantized": Case({"sequence": "row_wise"}, quantized=True),
 }
 INT32 = {"use_offsets": True, "indices_dtype": torch.int32, "offsets_dtype": torch.int32, "lengths_dtype": torch.int32}
 # (Weighted tables and an optimizer in backward do not go together: the unsharded model of TorchRec's test gets new
@@ -45,6 +46,7 @@ POOLED = {
     "means": Case({"pooled": "table_wise"}, mean=True, samples=(3, 6, 2)),
     "batch sizes of ranks": Case({"pooled": "row_wise"}, given={"variable_batch_size": True}),
     "partial row-wise adam": Case({"pooled": "table_wise"}, optimizer="partial_rowwise_adam"),
+    "quantized": Case({"pooled": "table_wise"}, quantized=True),
     "no samples": Case({"pooled": "column_wise"}, samples=(4, 0, 3)),
     "int32 offsets": Case({"pooled": "row_wise"}, given=INT32),
     "float16": Case({"pooled": "table_wise"}, half=True, given={"atol": 1e-4, "rtol": 1e-4}),  # the unsharded sums are halves
@@ -127,7 +129,6 @@ def test_what_torchrec_alone_cannot_do_on_a_cpu(name):
 LEFT = {
     "data_parallel": Case({"pooled": "data_parallel", "weighted": "data_parallel"}, count=4),
     "batch sizes of features": Case({"pooled": "table_wise"}, given={"variable_batch_per_feature": True}),
-    "quantized": Case({"pooled": "table_wise"}, quantized=True),
     "TensorDict, pooled": Case({"pooled": "table_wise"}, tensordict=True),
     "TensorDict, sequence": Case({"sequence": "row_wise"}, tensordict=True),
 }

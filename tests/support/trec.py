@@ -73,9 +73,11 @@ def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8, small: b
 
 
 def shard(
-    model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = False, device: str = "cpu", **fused: Any
-) -> Any:
-    """A model in DistributedModelParallel; `kinds`: sharding of each table; `fused`: for FBGEMM's optimizer."""
+    model: nn.Module, kinds: dict[str, str], optimizer: str, ddp: bool = False, device: str = "cpu",
+    quantized: Any = None, **fused: Any,
+) -> Any:  # fmt: skip
+    """A model in DistributedModelParallel; `kinds`: sharding of each table; `quantized`: a QCommsConfig; `fused`: for
+    FBGEMM's optimizer."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -99,7 +101,12 @@ def shard(
         def sharding_types(self, compute_device_type: str) -> list[str]:
             return super().sharding_types("cuda")
 
-    sharders = [EmbeddingCollectionSharder(fused_params), AnySharding(fused_params)]
+    codecs = None
+    if quantized is not None:
+        from torchrec.distributed.fbgemm_qcomm_codec import get_qcomm_codecs_registry
+
+        codecs = get_qcomm_codecs_registry(quantized, device=torch.device(device))
+    sharders = [EmbeddingCollectionSharder(fused_params, codecs), AnySharding(fused_params, codecs)]
     constraints = {
         name: ParameterConstraints(
             sharding_types=[kind],
