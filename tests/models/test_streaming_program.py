@@ -56,6 +56,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["same bits"] and found["graph_breaks"] == 0, found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ("whole", "collection"))
 def test_equals_eager_torchrec(how):
     for found in run_ranks(_compare, 2, how, EAGER):
