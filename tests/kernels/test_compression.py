@@ -189,14 +189,14 @@ def test_what_a_rank_sends_to_itself_is_not_packed(counts, dim, text, data):
     packed.unpack(packed.x, out)
     others = torch.tensor([n for r, n in enumerate(counts) if r != rank], dtype=torch.int64)
     assert (out[own] == 7.0).all() and torch.equal(out[~own], round_trip(x[~own], others, parse(text), 5))
-    row_packing.copy_own(x, out, ns, ns, rank)
+    row_packing.copy_own(text, x, out, ns, ns, rank)
     assert torch.equal(out[own], x[own]) and torch.equal(out[~own], round_trip(x[~own], others, parse(text), 5))
 
 
 def test_a_rank_expects_from_itself_what_it_sends():
     x, send, recv = torch.randn(3, 2), torch.tensor([1, 2]), torch.tensor([1, 1])
     with pytest.raises(ValueError, match="rank 1 sends 2 rows to itself and expects 1"):
-        row_packing.copy_own(x, x.clone(), send, recv, 1)
+        row_packing.copy_own("fp16", x, x.clone(), send, recv, 1)
 
 
 @pytest.mark.parametrize("world", (1, 2, 4))
@@ -225,3 +225,14 @@ def test_opcheck(tmp_path):
         opcheck(ops.all_reduce_launch, ([x, x[0]], "a, b", group, "largest:1/4:32"), test_utils=tests)
     finally:
         dist.destroy_process_group()
+
+
+def test_codecs_of_torchrec_round_what_a_rank_sends_to_itself():
+    x, counts = torch.randn(5, 3), torch.tensor([2, 3])
+    for text in ("fp16:codec", "bf16:codec:3.0"):
+        out = torch.empty_like(x)
+        packed = row_packing.pack(text, x, counts, counts, 1, 0)
+        packed.unpack(packed.x, out)
+        row_packing.copy_own(text, x, out, counts, counts, 1)
+        packing = parse(text)
+        assert torch.equal(out, compression.decode(compression.encode(x, packing), packing)) and not torch.equal(out, x)
