@@ -63,7 +63,7 @@ def test_equals_eager_torchrec(how):
         check(found)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ("whole", "collection"))
 def test_with_generated_code(how):
     for found in run_ranks(_compare, 2, how, INDUCTOR, timeout=600):
@@ -78,7 +78,7 @@ def _quantized(how: str) -> dict[str, float]:
     return {"difference": _difference(_run(how, {}, quantized=fp16), expected), "rounding": _difference(expected, exact)}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ("whole", "collection"))
 def test_with_quantized_communication(how):
     for found in run_ranks(_quantized, 2, how):
