@@ -60,7 +60,7 @@ def _has_peers() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-class _Meeting:
+class _Agreement:
     """One agreement of one group: its keys in the store."""
 
     def __init__(self, group: str) -> None:
@@ -104,7 +104,7 @@ def post_failure(error: BaseException) -> None:
     if _has_peers():
         try:
             verdict = {"rank": dist.get_rank(), "error": f"{type(error).__name__}: {error}"}
-            _Meeting(_EVERYONE).give_verdict(verdict)
+            _Agreement(_EVERYONE).give_verdict(verdict)
         except Exception:  # noqa: BLE001
             pass
 
@@ -121,14 +121,14 @@ def agree(settings: dict[str, object], timeout: float, group_name: str | None = 
         group_ranks = dist.get_process_group_ranks(distributed.group_by_name(group_name))
         if len(group_ranks) < len(ranks):
             ranks, group = group_ranks, group_name
-    meeting = _Meeting(group)
-    meeting.post(settings, len(ranks))
-    verdict = _wait_for_verdict(meeting, ranks, timeout)
+    agreement = _Agreement(group)
+    agreement.post(settings, len(ranks))
+    verdict = _wait_for_verdict(agreement, ranks, timeout)
     _generations[group] += 1
     if "error" in verdict:
         raise Disagreement(f"freescale: rank {verdict['rank']} failed before the first step: {verdict['error']}")
     if "different" in verdict:
-        _compare({rank: meeting.settings_of(rank) for rank in ranks})
+        _compare({rank: agreement.settings_of(rank) for rank in ranks})
 
 
 def first_reason(key: str, reason: str = "", instead_of: str = "") -> str:
@@ -196,18 +196,18 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 implement("agree", _agree_on_launches)
 
 
-def _wait_for_verdict(meeting: _Meeting, ranks: list[int], timeout: float) -> dict[str, Any]:
-    verdict = meeting.wait(timeout)
+def _wait_for_verdict(agreement: _Agreement, ranks: list[int], timeout: float) -> dict[str, Any]:
+    verdict = agreement.wait(timeout)
     while verdict is None:
-        missing = meeting.missing(ranks)
+        missing = agreement.missing(ranks)
         if not missing:  # the rank that should have posted the verdict is gone, so any rank posts it
-            texts = {json.dumps(meeting.settings_of(rank), sort_keys=True) for rank in ranks}
-            meeting.give_verdict({} if len(texts) == 1 else {"different": True})
+            texts = {json.dumps(agreement.settings_of(rank), sort_keys=True) for rank in ranks}
+            agreement.give_verdict({} if len(texts) == 1 else {"different": True})
         before = _beats(missing)
-        verdict = meeting.wait(2.5 * _beat_seconds(timeout))
+        verdict = agreement.wait(2.5 * _beat_seconds(timeout))
         after = _beats(missing)
         silent = [rank for rank in missing if before[rank] == after[rank]]
-        if verdict is None and silent and (silent := [r for r in meeting.missing(ranks) if r in silent]):
+        if verdict is None and silent and (silent := [r for r in agreement.missing(ranks) if r in silent]):
             raise Disagreement(
                 f"freescale: rank {', '.join(map(str, silent[:8]))} did not reach the first compiled step "
                 f"within {timedelta(seconds=timeout)}; the others have (FREESCALE_TIMEOUT sets the limit)"

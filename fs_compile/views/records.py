@@ -16,6 +16,7 @@ from typing import Any
 PARTS = ("compute", "exposed", "loader", "straggler", "host_bound")  # of a step's seconds
 LOADER, PLANNER, RENDEZVOUS = "loader", "planner", "rendezvous"  # host waits between two steps
 BETWEEN_STEPS = (LOADER, PLANNER, RENDEZVOUS)
+_FORMER_RENDEZVOUS = "meeting of the ranks"  # in records of 0.1
 
 
 def straggling(busy: float, waited: float, at_begin: float, longest_busy: float | None) -> float:
@@ -188,6 +189,8 @@ def _unpacked(path: Path, number: int, step: dict[str, Any]) -> dict[str, Any]:
         sizes[label] = sizes.get(label, 0) + size
         flight[label] = flight.get(label, 0.0) + flew * TICK
     waits |= step.get("waits", {})  # on a GPU, scaled to the stream's idle time
+    if _FORMER_RENDEZVOUS in waits:
+        waits[RENDEZVOUS] = waits.get(RENDEZVOUS, 0.0) + waits.pop(_FORMER_RENDEZVOUS)
     return {**step, "launches": launches, "waits": waits, "bytes": sizes, "flight": flight}
 
 

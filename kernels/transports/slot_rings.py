@@ -1,4 +1,4 @@
-"""Cuts an all-to-all into pieces that pass through rings of slots. Pure arithmetic: no device, no memory.
+"""Rings of slots, through which the pieces of an all-to-all pass. Pure arithmetic: no device, no memory.
 
 A lane is one ring in one direction. Slots are used in turn: piece n takes slot n % slots in round n // slots + 1. Two
 words per slot hold a round: `full` means the data is in, `free` means it has been taken. The writer of a piece waits
@@ -15,10 +15,7 @@ later messages wait for transfers of this one, which have smaller keys.)
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
@@ -78,28 +75,6 @@ class Lane(ctypes.Structure):
 def at_least(word: int, value: int) -> bool:
     """The comparison of stream waits, on wrapping 32-bit numbers."""
     return (word - value) & 0xFFFFFFFF < 0x80000000
-
-
-class Transfer(NamedTuple):
-    """One piece, to or from a peer."""
-
-    sends: bool
-    peer: int
-    offset: int
-    nbytes: int
-
-
-def transfers_in_order(rank: int, send: Sequence[int], recv: Sequence[int], piece_bytes: int) -> Iterator[Transfer]:
-    """Every piece of a message, in the deadlock-free order; `send` and `recv` are bytes per peer."""
-    world = len(send)
-    starts_out, starts_in = [0, *accumulate(send)], [0, *accumulate(recv)]
-    for begin in range(0, max((*send, *recv), default=0), piece_bytes):
-        for distance in (*range(1, world), 0):  # the rank's data for itself comes last
-            to, source = (rank + distance) % world, (rank - distance) % world
-            if begin < send[to]:
-                yield Transfer(True, to, starts_out[to] + begin, min(piece_bytes, send[to] - begin))
-            if begin < recv[source]:
-                yield Transfer(False, source, starts_in[source] + begin, min(piece_bytes, recv[source] - begin))
 
 
 @dataclass(frozen=True)

@@ -182,10 +182,10 @@ def _dies_between(flag):
     from freescale.runtime import agreement
 
     if dist.get_rank() == 1:
-        meeting = agreement._Meeting("all")
-        meeting._store = mock.Mock(wraps=meeting._store, add=mock.Mock(side_effect=ZeroDivisionError))
+        posted = agreement._Agreement("all")
+        posted._store = mock.Mock(wraps=posted._store, add=mock.Mock(side_effect=ZeroDivisionError))
         with suppress(ZeroDivisionError):
-            meeting.post({"flag": flag}, dist.get_world_size())
+            posted.post({"flag": flag}, dist.get_world_size())
         return "died"
     try:
         agreement.agree({"flag": 0}, 2.0)

@@ -13,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels.transports import slot_rings
 from freescale.kernels.transports.cuda_driver import CudaDriver, DriverEvent
 from freescale.kernels.transports.issue import Channel, Issuer
 from freescale.kernels.transports.slot_rings import WORD_STRIDE, Lane
-from issue_python import PythonIssuer
+from issue_python import PythonIssuer, transfers_in_order
 from recording_driver import RecordingDriver
 
 OUTWARDS, INWARDS, COMPUTE = [11, 12], [21, 22], 5
@@ -99,7 +98,7 @@ def test_c_and_python_ask_the_driver_for_the_same(world, slots, piece_bytes, hos
     expected = []
     for send, recv in messages:
         sizes = [n * row_bytes for n in send], [n * row_bytes for n in recv]
-        for sends, _, offset, nbytes in slot_rings.transfers_in_order(rank, *sizes, piece_bytes):
+        for sends, _, offset, nbytes in transfers_in_order(rank, *sizes, piece_bytes):
             expected.append(("sends" if sends else "receives", offset, nbytes))
     assert [(line[0], line[1], line[3]) for line in copies] == expected
     assert all(line[4] in (OUTWARDS if line[0] == "sends" else INWARDS) for line in copies)

@@ -25,6 +25,7 @@ from freescale.kernels.transports import nixl, slot_rings, staged, watch
 from freescale.kernels.transports.watch import STREAMS_PER_DIRECTION as STREAMS
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 from host_device import HostDriver
+from issue_python import transfers_in_order
 from ranks import run_ranks
 
 wait = torch.ops._c10d_functional.wait_tensor.default
@@ -44,7 +45,7 @@ def test_every_byte_is_in_one_piece(counts, piece):
         recv = [row[rank] for row in counts]
         for sends, nbytes in ((True, send), (False, recv)):
             covered = np.zeros(sum(nbytes), int)
-            for way, _peer, offset, size in slot_rings.transfers_in_order(rank, send, recv, piece):
+            for way, _peer, offset, size in transfers_in_order(rank, send, recv, piece):
                 assert 0 < size <= piece
                 if way == sends:
                     covered[offset : offset + size] += 1
@@ -67,7 +68,7 @@ def simulate(messages, slots, piece, one_queue, choose):
             level = m % slot_rings.PRIORITY_LEVELS
             data[m, rank] = np.random.default_rng([m, rank]).integers(1, 255, sum(send)).astype(np.uint8)
             got[m, rank] = np.zeros(sum(recv), np.uint8)
-            for sends, other, offset, nbytes in slot_rings.transfers_in_order(rank, send, recv, piece):
+            for sends, other, offset, nbytes in transfers_in_order(rank, send, recv, piece):
                 lane = layout.lane(rank, other, level) if sends else layout.lane(other, rank, level)
                 number = numbers.get((lane, sends), 0)
                 numbers[lane, sends] = number + 1

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
-from itertools import cycle
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, cycle
+from typing import NamedTuple
 
-from freescale.kernels.transports import slot_rings
+
+class Transfer(NamedTuple):
+    """One piece, to or from a peer."""
+
+    sends: bool
+    peer: int
+    offset: int
+    nbytes: int
+
+
+def transfers_in_order(rank: int, send: Sequence[int], recv: Sequence[int], piece_bytes: int) -> Iterator[Transfer]:
+    """Every piece of a message, in the deadlock-free order; `send` and `recv` are bytes per peer."""
+    world = len(send)
+    starts_out, starts_in = [0, *accumulate(send)], [0, *accumulate(recv)]
+    for begin in range(0, max((*send, *recv), default=0), piece_bytes):
+        for distance in (*range(1, world), 0):  # the rank's data for itself comes last
+            to, source = (rank + distance) % world, (rank - distance) % world
+            if begin < send[to]:
+                yield Transfer(True, to, starts_out[to] + begin, min(piece_bytes, send[to] - begin))
+            if begin < recv[source]:
+                yield Transfer(False, source, starts_in[source] + begin, min(piece_bytes, recv[source] - begin))
 
 
 class PythonIssuer:
@@ -20,7 +42,7 @@ class PythonIssuer:
         ready = driver.record_event(stream)
         used = {}
         last_in = last_out = None
-        for sends, peer, offset, nbytes in slot_rings.transfers_in_order(channel.rank, send, recv, channel.piece_bytes):
+        for sends, peer, offset, nbytes in transfers_in_order(channel.rank, send, recv, channel.piece_bytes):
             lane = (channel.lanes_out if sends else channel.lanes_in)[peer]
             at = next(next_out if sends else next_in)
             if at not in used:

@@ -298,3 +298,9 @@ def test_a_reader_that_has_enough_is_no_error(folder):
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     os.close(writing)
     assert done.stderr == "" and done.returncode == 0
+
+
+def test_records_from_before_the_rendezvous_had_its_name(tmp_path):
+    write(tmp_path, world=1, lines=[step(0) | {"waits": {"meeting of the ranks": 0.03}}])
+    (read,) = records.read(tmp_path).ranks[0].step
+    assert read["waits"]["rendezvous"] == 0.03 and "meeting of the ranks" not in read["waits"]
