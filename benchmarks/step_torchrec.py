@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -57,6 +58,7 @@ from gpu_machine import machine, mps, write  # noqa: E402
 
 NCCL = Path.home() / "nccl" / "libnccl.so.2"
 SIZES = ("8ms", "45ms", "150ms", "lognormal")
+LATE = "not done in time"
 BALANCED = ("balance", "balance-c10d")
 NOT_OURS = ("dense", "eager", "sparsedist", "pec")
 PARTS = ("exposed", "straggler", "host_bound")  # of the meter, in the table
@@ -138,6 +140,11 @@ class Ranks:
                 pipes.append(ours)
             try:
                 self._listen(pipes)
+                if self.failure == LATE:
+                    for p in processes:
+                        print(f"rank {processes.index(p)} of {self.world} is here:", file=sys.stderr, flush=True)
+                        os.kill(p.pid, signal.SIGUSR1)
+                        time.sleep(1)
             finally:
                 for p in processes:
                     p.kill()
@@ -149,7 +156,7 @@ class Ranks:
             left = self.deadline - time.monotonic()
             ready = connection.wait([p for n, p in enumerate(pipes) if n not in done], timeout=max(left, 0))
             if not ready:
-                self.failure, self.failed_at = "not done in time", self._at[0][0]
+                self.failure, self.failed_at = LATE, self._at[0][0]
             for pipe in ready:
                 number = pipes.index(pipe)
                 try:

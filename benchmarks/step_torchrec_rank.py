@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -174,6 +176,7 @@ def rank_main(number: int, world: int, store: str, task: Task, pipe: Any) -> Non
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # the sizes share code
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    faulthandler.register(signal.SIGUSR1)  # the program asks where a rank is that is not done in time
 
     def say(*words: Any) -> None:
         pipe.send(words)

@@ -33,6 +33,9 @@ class KeyedJaggedTensor:
     keys, values, lengths, weights_or_none = (lambda self, n=n: getattr(self, n) for n in ("_keys", "_values", "_lengths", "_weights"))
     variable = False
 
+    def offsets_or_none(self):
+        return None
+
     def variable_stride_per_key(self):
         return self.variable
 
