@@ -19,7 +19,7 @@ from freescale.driver import REPORT, Driver
 from freescale.kernels.ops.schemas import direct_ops
 from freescale.kernels.transports import open_transports
 from freescale.runtime import agreement
-from freescale.runtime.tables import torchrec_collection, torchrec_support
+from freescale.runtime.tables import torchrec_support
 
 log = logging.getLogger(__name__)
 
@@ -34,34 +34,24 @@ def freescale(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph."""
-    try:
-        if mode not in (None, "default"):
-            raise config.ConfigError(
-                f"backend freescale takes options={{...}} but no mode, found mode={mode!r}"
-            )
-        cfg = config.load(options)
-        if cfg.dynamic != _process.dynamic:
-            raise config.ConfigError("dynamic applies to the whole process: set FREESCALE_DYNAMIC instead of an option")
-        for name in ("staged", "nixl"):
-            open_transports.options[name]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
-        torchrec_support.raise_if_unsupported(cfg)
-        frame = dynamo.current_compile_id().split("/")[0]
-        COMPILED[frame] = COMPILED.get(frame, 0) + 1
-        if not _has_exchange(gm) and "dense" not in (options or {}):  # an option may differ between models
-            dense_gradients.compare_settings(gm, inputs, cfg)
-        with agreement.while_compiling(cfg.timeout):
-            before_first_run = dense_gradients.average_in_graph(gm, inputs, cfg)
-            before_each_run = dense_gradients.before_each_run(gm, cfg)
-            compiled = _compile(gm, inputs, Driver(cfg))
-        dynamo_settings.drop_implied_guards()
-    except Exception as error:
-        retried = dynamo_settings.depends_on_data(error) and torchrec_collection.collections_to_trace_again()
-        if dynamo.traces_again(error) or retried:  # install.py retries
-            COMPILED[frame] -= 1
-        else:
-            agreement.post_failure(error)
-        raise
+    """Compile one Dynamo graph. install.py tells the other ranks if that fails."""
+    if mode not in (None, "default"):
+        raise config.ConfigError(f"backend freescale takes options={{...}} but no mode, found mode={mode!r}")
+    cfg = config.load(options)
+    if cfg.dynamic != _process.dynamic:
+        raise config.ConfigError("dynamic applies to the whole process: set FREESCALE_DYNAMIC instead of an option")
+    for name in ("staged", "nixl"):
+        open_transports.options[name]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
+    torchrec_support.raise_if_unsupported(cfg)
+    if not _has_exchange(gm) and "dense" not in (options or {}):  # an option may differ between models
+        dense_gradients.compare_settings(gm, inputs, cfg)
+    with agreement.while_compiling(cfg.timeout):
+        before_first_run = dense_gradients.average_in_graph(gm, inputs, cfg)
+        before_each_run = dense_gradients.before_each_run(gm, cfg)
+        compiled = _compile(gm, inputs, Driver(cfg))
+    dynamo_settings.drop_implied_guards()
+    frame = dynamo.current_compile_id().split("/")[0]
+    COMPILED[frame] = COMPILED.get(frame, 0) + 1
     if not _has_exchange(gm):
         return compiled
     return _meet_before_first_run(compiled, cfg, before_first_run, before_each_run)
@@ -128,12 +118,12 @@ def report() -> dict[str, Any]:
     remote cache, they are not counted. DDP's wrapper, which Dynamo cannot trace, breaks the graph around the model but
     not inside it; those breaks are counted separately.
     """
-    breaks = dynamo.graph_breaks()
-    ddp = sum(n for reason, n in breaks.items() if dynamo.is_ddp_break(reason))
+    breaks = dynamo_settings.GRAPH_BREAKS
+    ddp = sum(n for found, n in breaks.items() if found.is_of_ddp())
     return {
         "graphs": len(COMPILED),
         "recompiles": sum(n - 1 for n in COMPILED.values()),
-        "graph_breaks": sum(breaks.values()) - ddp,
+        "graph_breaks": breaks.total() - ddp,
         "graph_breaks_of_ddp": ddp,
         "graphs_from_cache": dict(REPORT.from_cache),
         "exchanges": dict(REPORT.exchanges),

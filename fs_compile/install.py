@@ -24,7 +24,9 @@ These affect other models too, and change no result:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,6 +34,13 @@ from freescale import config
 from freescale.compat import dynamo_settings, inductor, logs, nn_modules
 from freescale.runtime import agreement
 from freescale.runtime.tables import torchrec_collection, torchrec_patch
+
+
+log = logging.getLogger(__name__)
+
+
+class DependsOnData(RuntimeError):
+    """Something in a model depends on a size that only the batch decides, and torch cannot compile it."""
 
 
 def install(backend: Callable[..., Any]) -> config.Config:
@@ -43,14 +52,17 @@ def install(backend: Callable[..., Any]) -> config.Config:
         agreement.post_failure(error)
         raise
 
-    def context() -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
         torchrec_collection.trace_begins()
-        return dynamo_settings.tracing(cfg.dynamic)
+        with dynamo_settings.tracing(cfg.dynamic), dynamo_settings.recording_breaks(_tell):
+            yield
 
     dynamo_settings.enter_while_tracing(
         lambda compilation: nn_modules.backend_function(compilation) is backend,
         context,
-        lambda error: torchrec_collection.trace_with_sizes() if dynamo_settings.depends_on_data(error) else None,
+        (_with_sizes, _with_breaks),
+        _failed,
     )
     dynamo_settings.choose_symbols()
     dynamo_settings.leave_out_contiguity()
@@ -59,3 +71,49 @@ def install(backend: Callable[..., Any]) -> config.Config:
     nn_modules.load_eager_checkpoints(backend)
     torchrec_patch.patch_torchrec()
     return cfg
+
+
+def _tell(found: dynamo_settings.GraphBreak) -> None:
+    if found.is_of_ddp() or "torch.compiler.disable" in found.reason:  # asked for, by the user or by freescale
+        return
+    reason = "torch cannot compile in one graph what depends on the size that is read there"
+    if not found.is_at_read():
+        reason = f"torch says: {found.reason.strip().splitlines()[0]}"
+    log.warning(
+        "freescale: the graph breaks at %s (%s), so exchanges and compute before and after that do not overlap. %s",
+        found.where or "an unknown line", found.code, reason,
+    )  # fmt: skip
+
+
+def _with_sizes(error: Exception) -> AbstractContextManager[None] | None:
+    """The collections' sizes as numbers that torch may ask about, if that would change anything."""
+    changed = torchrec_collection.collections_to_trace_again() if dynamo_settings.depends_on_data(error) else []
+    return torchrec_collection.tracing_with_sizes(changed) if changed else None
+
+
+@contextlib.contextmanager
+def _breaking() -> Iterator[None]:
+    changed = torchrec_collection.collections_to_trace_again()
+    with torchrec_collection.tracing_with_sizes(changed), dynamo_settings.breaking_at_reads():
+        yield
+
+
+def _with_breaks(error: Exception) -> AbstractContextManager[None] | None:
+    """Several graphs, as torch makes by default."""
+    return _breaking() if dynamo_settings.depends_on_data(error) else None
+
+
+def _failed(error: Exception) -> Exception:
+    """After all attempts: tell the other ranks, and say what to do."""
+    if dynamo_settings.depends_on_data(error):
+        where = dynamo_settings.line_of(error)
+        reason = DependsOnData(
+            f"freescale: {where or 'something in the model'} depends on a size that only the batch decides, and torch "
+            "cannot compile it. Compile the embedding collections alone, for example "
+            'model.module.embeddings.compile(backend="freescale") if `embeddings` is one, and leave the rest as it is. '
+            f"torch says: {dynamo_settings.reason_of(error)}"
+        )
+        reason.__cause__ = error
+        error = reason
+    agreement.post_failure(error)
+    return error

@@ -52,11 +52,6 @@ def current_compile_id() -> str:
     return str(current) if current is not None else "?/0"
 
 
-def traces_again(error: Exception) -> bool:
-    """Whether a backend should re-raise it: Dynamo learned something and traces the frame again."""
-    return isinstance(error, torch._dynamo.exc.RestartAnalysis)
-
-
 _recomputing: weakref.WeakSet[Any] = weakref.WeakSet()  # ShapeEnvs
 
 
@@ -99,18 +94,6 @@ def forget_compiled(codes: Iterable[CodeType]) -> None:
     """Make Dynamo trace these again at the next call."""
     for code in codes:
         torch._C._dynamo.eval_frame.reset_code(code)
-
-
-def graph_breaks() -> dict[str, int]:
-    """Reason and count of Dynamo's graph breaks in this process."""
-    from torch._dynamo.utils import counters
-
-    return dict(counters["graph_break"])
-
-
-def is_ddp_break(reason: str) -> bool:
-    """Whether it is in DDP's own forward, around the wrapped model: its logger and its context manager."""
-    return "set_runtime_stats_and_log" in reason or "_inside_ddp_forward" in reason
 
 
 @contextlib.contextmanager

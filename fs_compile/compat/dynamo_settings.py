@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -86,11 +87,12 @@ def compiling() -> Iterator[None]:
 def enter_while_tracing(
     is_ours: Callable[[Any], bool],
     context: Callable[[], Any],
-    try_again: Callable[[Exception], Callable[[bool], None] | None],
+    retries: Sequence[Callable[[Exception], Any]],
+    failed: Callable[[Exception], Exception],
 ) -> None:
-    """From now on, each frame compilation for a backend that `is_ours` runs inside `context()`. If it fails and
-    `try_again` changed something, it runs once more, and the function that `try_again` returned is called with whether
-    that succeeded; if not, the first error is raised."""
+    """From now on, each frame compilation for a backend that `is_ours` runs inside `context()`. If it fails, it runs
+    again inside the context that each of `retries` gives, if any; if all fail, what `failed` makes of the first error
+    is raised. Each retry gets the first error."""
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
     convert = CatchErrorsWrapper.__call__
@@ -105,20 +107,67 @@ def enter_while_tracing(
             try:
                 return convert(self, *args, **kwargs)
             except Exception as error:
-                ended = try_again(error)
-                if ended is None:
-                    raise
                 first = error
-            try:
-                found = convert(self, *args, **kwargs)
-            except Exception as error:
-                ended(False)
-                raise first from error
-            ended(True)
-            return found
+            for retry in retries:
+                if (again := retry(first)) is not None:
+                    with contextlib.suppress(Exception), again:
+                        return convert(self, *args, **kwargs)
+            raise failed(first)
 
     call._freescale = True  # type: ignore[attr-defined]
     CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def breaking_at_reads() -> Iterator[None]:
+    """Inside, Dynamo breaks the graph where a model reads a tensor's value (`.item()`, `int(x)`), as it does by default:
+    what the value decides is then known to the next graph."""
+    import torch._dynamo.config as dynamo
+
+    with dynamo.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):
+        yield
+
+
+class GraphBreak(NamedTuple):
+    where: str  # "file:line"
+    code: str  # that line
+    reason: str
+
+    def is_of_ddp(self) -> bool:
+        """Whether it is in DDP's own forward, around the wrapped model: its logger and its context manager."""
+        return "set_runtime_stats_and_log" in self.reason or "_inside_ddp_forward" in self.reason
+
+    def is_at_read(self) -> bool:
+        """Whether it is one of those that `breaking_at_reads` makes."""
+        return "capture_scalar_outputs=False" in self.reason or self.reason.startswith("Dynamic shape operator")
+
+
+# Each break of a model compiled for freescale: how often it was compiled.
+GRAPH_BREAKS: Counter[GraphBreak] = Counter()
+
+
+@contextlib.contextmanager
+def recording_breaks(tell: Callable[[GraphBreak], None]) -> Iterator[None]:
+    """Add the graph breaks of the frame compiled inside to GRAPH_BREAKS; `tell` of new ones. (Dynamo's counters omit
+    breaks at a branch.)"""
+    from torch._dynamo.output_graph import graph_break_reasons
+
+    before = len(graph_break_reasons)
+    yield
+    # One break has two reasons where Dynamo traced the frame again because of it.
+    found = {b.where or b.reason: b for b in reversed([_graph_break(r) for r in graph_break_reasons[before:]])}
+    for place, one in found.items():
+        same = next((b for b in GRAPH_BREAKS if place in (b.where, b.reason)), None)
+        if same is None:
+            tell(one)
+        GRAPH_BREAKS[same or one] += 1
+
+
+def _graph_break(reason: Any) -> GraphBreak:
+    stack = list(reason.user_stack)
+    if not stack:
+        return GraphBreak("", "", reason.reason)
+    return GraphBreak(f"{stack[-1].filename}:{stack[-1].lineno}", stack[-1].line or "", reason.reason)
 
 
 def choose_symbols() -> None:
@@ -172,6 +221,22 @@ def depends_on_data(error: BaseException) -> bool:
             return True
         found = found.__cause__ or found.__context__
     return False
+
+
+def reason_of(error: BaseException) -> str:
+    """The line of torch's message that names the size."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line for line in lines if _UNBACKED.search(line)), lines[0])
+
+
+def line_of(error: BaseException) -> str:
+    """The user's line in which tracing failed, as "file:line (code)"; empty if torch does not know."""
+    found: BaseException | None = error
+    while found is not None:
+        if stack := getattr(found, "real_stack", None):
+            return f"{stack[-1].filename}:{stack[-1].lineno} ({stack[-1].line})"
+        found = found.__cause__ or found.__context__
+    return ""
 
 
 def planned_hints(shape_env: Any) -> dict[Any, int]:

@@ -7,9 +7,10 @@ for which collections are supported, torchrec_patch.py for the patched forward, 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -264,6 +265,27 @@ def trace_begins() -> None:
     _unknown_sizes.set({})
 
 
+@contextlib.contextmanager
+def tracing_with_sizes(changed: list[tuple[CollectionTables, bool]]) -> Iterator[None]:
+    """Inside, planned sizes are used as they are; ids without a plan are counted outside the graph, with a graph
+    break. If that works, it stays so."""
+    for tables, planned in changed:
+        _set_sizes(tables, planned, True)
+    try:
+        yield
+    except Exception:
+        for tables, planned in changed:
+            _set_sizes(tables, planned, False)
+        raise
+    for tables, planned in changed:
+        if not planned:
+            log.warning(
+                "freescale: the model depends on the number of ids of the features of %s, so the graph breaks "
+                "where they are counted. A LookaheadLoader counts them beforehand, without a graph break",
+                tables.label,
+            )
+
+
 def collections_to_trace_again() -> list[tuple[CollectionTables, bool]]:
     """Collections of the current trace for which a retrace would know more sizes, and whether these are planned."""
     found = [(_collections[number](), planned) for number, planned in sorted(_unknown_sizes.get({}).items())]
@@ -272,28 +294,6 @@ def collections_to_trace_again() -> list[tuple[CollectionTables, bool]]:
         for t, planned in found
         if t is not None and (t.sizes_are_free if planned else not t.counts_outside_graph)
     ]
-
-
-def trace_with_sizes() -> Callable[[bool], None] | None:
-    """Set up a retrace after a trace failed because the model depends on a row count. The retrace uses planned sizes
-    as they are; ids without a plan are counted outside the graph, with a graph break. Returns a function to call with
-    whether the retrace worked; None if a retrace would be the same."""
-    changed = collections_to_trace_again()
-    for tables, planned in changed:
-        _set_sizes(tables, planned, True)
-
-    def ended(worked: bool) -> None:
-        for tables, planned in changed:
-            if not worked:
-                _set_sizes(tables, planned, False)
-            elif not planned:
-                log.warning(
-                    "freescale: the model depends on the number of ids of the features of %s, so the graph breaks "
-                    "where they are counted. A LookaheadLoader counts them beforehand, without a graph break",
-                    tables.label,
-                )
-
-    return ended if changed else None
 
 
 def _set_sizes(tables: CollectionTables, planned: bool, known: bool) -> None:

@@ -1,0 +1,144 @@
+"""Models that read a size from a tensor of the batch: one graph where torch can, else several, with a warning that names
+the line; never a model that does not compile although Inductor alone compiles it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trec
+from ranks import HAS_TORCHREC, run_ranks
+
+pytestmark = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+STEPS = 3
+
+
+class Reads(nn.Module):
+    def __init__(self, pooled: bool = False) -> None:
+        super().__init__()
+        import torchrec
+
+        kind = "EmbeddingBag" if pooled else "Embedding"
+        config = getattr(torchrec, f"{kind}Config")(
+            name="item", num_embeddings=20, embedding_dim=8, feature_names=["item"]
+        )
+        self.tables, self.pooled = getattr(torchrec, f"{kind}Collection")(tables=[config]), pooled
+        self.token = nn.Parameter(torch.ones(1, 8))
+
+    def forward(self, kjt: Any, counts: torch.Tensor) -> torch.Tensor:
+        found = self.tables(kjt)
+        rows = found.values() if self.pooled else found["item"].values()
+        return (rows + self.more(counts)).tanh().sum() / 4
+
+    def more(self, counts: torch.Tensor) -> torch.Tensor:
+        return self.token.expand(int(counts.sum()), 8).sum(0)
+
+
+class Tiles(Reads):
+    """torch's backward of `tile` asks whether there is any copy."""
+
+    def more(self, counts: torch.Tensor) -> torch.Tensor:
+        copies = int(counts.sum())
+        return self.token.tile(copies, 1).sum(0)
+
+
+class TilesFound(Reads):
+    def more(self, counts: torch.Tensor) -> torch.Tensor:
+        copies = counts.nonzero().shape[0]
+        return self.token.tile(copies, 1).sum(0)
+
+
+class Branches(Reads):
+    def more(self, counts: torch.Tensor) -> torch.Tensor:
+        return self.token if int(counts.sum()) > 4 else -self.token
+
+
+KINDS = {"one graph": Reads, "tile": Tiles, "tile found": TilesFound, "branch": Branches}
+LINES = {"tile": "copies = int(counts.sum())", "tile found": "copies = counts.nonzero()", "branch": "if int(counts.sum())"}
+
+
+def _batches() -> list[Any]:
+    from torchrec import KeyedJaggedTensor
+
+    draw = torch.Generator().manual_seed(torch.distributed.get_rank())
+    found = []
+    for step in range(STEPS):
+        lengths = torch.randint(1, 4, (3,), generator=draw)
+        ids = torch.randint(0, 20, (int(lengths.sum()),), generator=draw)
+        found.append((KeyedJaggedTensor(["item"], ids, lengths=lengths), torch.tensor([step, 0, 2])))
+    return found
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def _train(kind: str, ahead: bool, pooled: bool, **how: Any) -> dict[str, Any]:
+    import freescale
+    from freescale.compat import dynamo_settings
+
+    torch._dynamo.reset()
+    dynamo_settings.GRAPH_BREAKS.clear()
+    logging.getLogger("freescale").addHandler(heard := Heard())
+
+    def train(compiled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = trec.shard(KINDS[kind](pooled), {"item": "row_wise"}, "sgd")
+        batches: Any = _batches()
+        if compiled:
+            model.compile(backend="freescale", options={"codegen": "eager"}, **how)
+            batches = freescale.LookaheadLoader(batches, model) if ahead else batches
+        losses = []
+        for kjt, counts in batches:
+            loss = model(kjt, counts)
+            loss.backward()
+            losses.append(loss.detach())
+        return [torch.stack(losses), *trec.snapshot(model).values()]
+
+    worst = max(float((a - b).abs().max()) for a, b in zip(train(False), train(True), strict=True) if a.numel())
+    return {"difference": worst, "breaks": freescale.report()["graph_breaks"], "said": heard.said}
+
+
+def check(kind: str, ahead: bool, pooled: bool) -> None:
+    for found in run_ranks(_train, 2, kind, ahead, pooled):
+        assert found["difference"] < 1e-6, found
+        if kind == "one graph":
+            assert found["breaks"] == 0 and found["said"] == []
+        else:
+            assert found["breaks"] > 0 and any(LINES[kind] in s and "test_sizes_read" in s for s in found["said"]), found
+            assert len(set(found["said"])) == len(found["said"])  # each once
+
+
+@pytest.mark.parametrize("kind", ("one graph", "tile", "branch"))
+def test_under_a_loader(kind):
+    check(kind, ahead=True, pooled=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pooled", (False, True), ids=("sequences", "pooled"))
+@pytest.mark.parametrize("ahead", (False, True), ids=("plain", "ahead"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_all(kind, ahead, pooled):
+    check(kind, ahead, pooled)
+
+
+def _refused() -> str:
+    from freescale.install import DependsOnData
+
+    with pytest.raises(DependsOnData) as caught:
+        _train("tile", True, False, fullgraph=True)
+    return str(caught.value)
+
+
+def test_what_cannot_be_one_graph_is_an_error_that_says_what_to_do():
+    for said in run_ranks(_refused, 2):
+        assert "Compile the embedding collections alone" in said and "data-dependent expression Eq(u" in said, said
