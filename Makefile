@@ -112,7 +112,7 @@ lint: $(STAMP) ## check style (ruff) and types (mypy)
 	@for f in fs_compile/* $(wordlist 2,9,$(PACKAGES)); do ln -s ../../../$$f build/types/freescale/; done
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p freescale
 
-figures: $(LIBRARY) ## simulate and draw the figures of docs/paper.md (some minutes; ARGS="--only ranks": one of them)
+figures: $(LIBRARY) ## simulate and draw the figures of docs/paper.md and docs/gpu-steps.md (some minutes; ARGS="--only ranks": one of them)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/figures.py $(ARGS)
 
 doctor: $(LIBRARY) ## show what is installed, what works and what is missing

@@ -1,10 +1,10 @@
-"""The figures of the FreeScale paper (arXiv 2604.24073) again, and one that it does not have: docs/paper.md.
+"""The figures of the FreeScale paper (arXiv 2604.24073) again, and two that it does not have.
 
     python benchmarks/figures.py [--only NAME ...] [--redraw] [--quick] [--json FILE] [--out DIR]
 
 Simulates what is simulated, reads what was measured from benchmarks/results/, draws DIR/figures/*.svg and writes the
-tables between the markers of DIR/paper.md. `make figures` runs it. Numbers go to --json, as a part of what is there
-already; --redraw takes them from it. A second run changes nothing.
+tables between the markers of DIR/paper.md and DIR/gpu-steps.md. `make figures` runs it. Numbers go to --json, as a part
+of what is there already; --redraw takes them from it. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from freescale.simulate.command import Progress
 
 ROOT = Path(__file__).parent.parent
 RESULTS = figures_data.RESULTS / "figures.json"
+PAGES = {name: "gpu-steps.md" if name == "gpu_steps" else "paper.md" for name in figures_data.FIGURES}
 
 
 def with_tables(page: str, found: dict[str, Any]) -> str:
@@ -58,7 +59,7 @@ def main() -> None:
     p.add_argument("--only", nargs="+", choices=tuple(figures_data.FIGURES), metavar="NAME",
                    help=f"of {', '.join(figures_data.FIGURES)}")  # fmt: skip
     p.add_argument("--redraw", action="store_true", help="draw the numbers of --json, simulate nothing")
-    p.add_argument("--out", metavar="DIR", help="folder of paper.md and figures/ (default docs)")
+    p.add_argument("--out", metavar="DIR", help="folder of the pages and figures/ (default docs)")
     args = p.parse_args()
     names = args.only or list(figures_data.FIGURES)
     out = Path(args.out) if args.out else ROOT / ("build" if args.quick else "docs")
@@ -72,9 +73,9 @@ def main() -> None:
         found = numbers(names, figures_data.QUICK if args.quick else figures_data.Settings())
     for path in drawn(found, out / "figures"):
         print(f"drawn: {path}")
-    page = out / "paper.md"
-    if page.exists():
-        page.write_text(with_tables(page.read_text(), found))
+    for page in sorted({PAGES[n] for n in found}):
+        if (path := out / page).exists():
+            path.write_text(with_tables(path.read_text(), {n: data for n, data in found.items() if PAGES[n] == page}))
     if file is not None and not args.redraw:
         ordered = {n: (known | found)[n] for n in figures_data.FIGURES if n in known | found}
         file.write_text(json.dumps(ordered, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What the figures of docs/paper.md show, as numbers: one function for each.
+"""What the figures of docs/paper.md and docs/gpu-steps.md show, as numbers: one function for each.
 
 Simulated figures come from `freescale.simulate`, with the balancer and the passes of the package; measured ones from
  benchmarks/results/. Deterministic: a second run gives the same numbers.
@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 import movielens
+import step_torchrec
 from freescale.runtime.balance import solver
 from freescale.simulate import findings
 from freescale.simulate.cluster import PRESETS
@@ -253,10 +254,25 @@ def ablation(points: Points) -> dict[str, Any]:
     return {"rows": [row(o) for o in outcomes], "parts": parts, **headlines}
 
 
+def gpu_steps(points: Points) -> dict[str, Any]:
+    """Not in the paper: whole steps of real TorchRec on a GPU, measured."""
+    files = [f"step_torchrec_{name}" for name in ("slow_8ms", "slow", "fast")]
+    recorded = [_recorded(name) for name in files]
+    rows = []
+    for size in (s for r in recorded for s in r["sizes"]):
+        of, ours = {r["variant"]: r for r in size["rows"]}, "balance" if size["cap"] else "default"
+        line = {"size": size["size"], "link": size["link"], "ours": ours}
+        line |= {"limit_ms": short(step_torchrec.limit_of(size, balanced=size["cap"] > 0))}
+        line |= {"step_ms": {v: short(r["ms"]) for v, r in of.items()}}
+        line |= {"exposed_ms": short(of[ours]["meter_ms"]["exposed"])}
+        rows.append(line)
+    return {"gpu": recorded[0]["machine"]["gpu"], "from": [f"{name}.json" for name in files], "rows": rows}
+
+
 def _recorded(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 FIGURES: dict[str, Callable[[Points], dict[str, Any]]] = {
-    f.__name__: f for f in (stragglers, collisions, dispatch, balance, exposed, contention, ranks, ablation)
+    f.__name__: f for f in (stragglers, collisions, dispatch, balance, exposed, contention, ranks, ablation, gpu_steps)
 }

@@ -1,4 +1,4 @@
-"""The figures of docs/paper.md as SVG, from the numbers of figures_data.py: one function for each.
+"""The figures of docs/paper.md and docs/gpu-steps.md as SVG, one function each, from the numbers of figures_data.py.
 
 The same numbers give the same bytes: no date, no random names. The background is white, so that a dark page does not
 shine through.
@@ -189,6 +189,27 @@ def ablation(data: dict[str, Any]) -> Any:
     return figure
 
 
+def gpu_steps(data: dict[str, Any]) -> Any:
+    figure, axes = panels(2, 4.4, 3.2)
+    bars: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
+        "limit": (GREY, lambda r: r["limit_ms"]),
+        "TrainPipelineSparseDist": (THEIRS, lambda r: r["step_ms"]["sparsedist"]),
+        "freescale": (OURS, lambda r: r["step_ms"][r["ours"]]),
+    }
+    for where, link in zip(axes, ("slow", "fast"), strict=True):
+        rows = [r for r in data["rows"] if r["link"] == link]
+        for n, (label, (color, height)) in enumerate(bars.items()):
+            places = [i + (n - 1) * 0.3 for i in range(len(rows))]
+            drawn = where.bar(places, [height(r) for r in rows], 0.28, color=color, label=label)
+            where.bar_label(drawn, fmt="%.1f", fontsize=6.5)
+        words = {"default": "", "balance": "\n(freescale: balanced)"}
+        where.set_xticks(range(len(rows)), [r["size"].replace("ms", " ms") + words[r["ours"]] for r in rows])
+        finish(where, "", f"ms per step ({data['gpu']}, measured)" if link == "slow" else "", f"{link} link")
+        where.set_ylim(top=1.1 * max(r["step_ms"]["sparsedist"] for r in data["rows"]))
+        where.legend(frameon=False, loc="upper left")
+    return figure
+
+
 DRAWN: dict[str, Callable[[dict[str, Any]], Any]] = {
-    f.__name__: f for f in (stragglers, collisions, dispatch, balance, exposed, contention, ranks, ablation)
+    f.__name__: f for f in (stragglers, collisions, dispatch, balance, exposed, contention, ranks, ablation, gpu_steps)
 }

@@ -1,4 +1,5 @@
-"""What stands under each figure in docs/paper.md: a table and what it says, from the numbers of figures_data.py.
+"""What stands under each figure in docs/paper.md and docs/gpu-steps.md: a table and what it says, from the
+numbers of figures_data.py.
 
 The figure shows every point. The table has the first and the last one of an axis, and the rows that matter most.
 """
@@ -138,6 +139,25 @@ def ablation(d: dict[str, Any]) -> Lines:
     return [*found, "", said]
 
 
+def gpu_steps(d: dict[str, Any]) -> Lines:
+    def times(words: str, variant: str) -> Lines:
+        return [words, *(f"{r['step_ms'][variant]:.1f}" if variant in r["step_ms"] else "-" for r in d["rows"])]
+
+    gain = [r["step_ms"]["sparsedist"] / r["step_ms"][r["ours"]] for r in d["rows"]]
+    rows = [
+        ["limit", *(f"{r['limit_ms']:.1f}" for r in d["rows"])],
+        times("`TrainPipelineSparseDist`", "sparsedist"),
+        times("freescale, default", "default"),
+        times("`balance=True`", "balance"),
+        times("`overlap=False`", "no-overlap"),
+        times("`FREESCALE_TRANSPORT=c10d`", "default-c10d"),
+        ["exposed", *(f"{r['exposed_ms']:.1f}" for r in d["rows"])],
+        ["times as fast", *(f"{g:.2f}" for g in gain)],
+    ]
+    head = ["ms per step", *(f"{r['size']}, {r['link']}" for r in d["rows"])]
+    return table(head, rows)
+
+
 WORDS: dict[str, Callable[[dict[str, Any]], Lines]] = {
-    f.__name__: f for f in (stragglers, collisions, dispatch, balance, exposed, contention, ranks, ablation)
+    f.__name__: f for f in (stragglers, collisions, dispatch, balance, exposed, contention, ranks, ablation, gpu_steps)
 }

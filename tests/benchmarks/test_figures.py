@@ -1,5 +1,5 @@
-"""The figures of docs/paper.md: the numbers behind them, that drawing twice gives the same bytes, that the page is what
-the committed numbers say."""
+"""The figures of docs/paper.md and docs/gpu-steps.md: the numbers behind them, that drawing twice gives the same bytes,
+that the pages are what the committed numbers say."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ def test_measured_figures_are_those_of_the_files():
     points = figures_data.Points(TINY)
     assert figures_data.dispatch(points) == COMMITTED["dispatch"]
     assert figures_data.contention(points) == COMMITTED["contention"]
+    assert figures_data.gpu_steps(points) == COMMITTED["gpu_steps"]
     besides = {r["beside"] for r in COMMITTED["contention"]["rows"]}
     assert besides == {"NCCL, both ranks", "copy kernel, blocks: 32", "staged"}
     assert figures_data.exposed.__doc__ and figures_data._r2([(0, 1), (1, 3), (2, 5)]) == pytest.approx(1)
@@ -96,7 +97,7 @@ def test_the_same_numbers_give_the_same_bytes(tmp_path):
         assert (ROOT / "docs" / "figures" / path.name).is_file()
 
 
-@pytest.mark.parametrize("name", ("balance", "contention", "ranks", "ablation"))
+@pytest.mark.parametrize("name", ("balance", "contention", "ranks", "ablation", "gpu_steps"))
 def test_bars_begin_at_0(name):
     """Else their lengths say nothing."""
     figure = figures_draw.DRAWN[name](COMMITTED[name])
@@ -107,10 +108,10 @@ def test_bars_begin_at_0(name):
 
 
 def test_the_page_is_what_the_numbers_say():
-    page = (ROOT / "docs" / "paper.md").read_text()
     assert set(COMMITTED) == set(figures_data.FIGURES) == set(figures_draw.DRAWN) == set(figures_words.WORDS)
-    assert figures.with_tables(page, COMMITTED) == page
-    assert all(f"(figures/{name}.svg)" in page for name in COMMITTED)
+    for name, data in COMMITTED.items():
+        page = (ROOT / "docs" / figures.PAGES[name]).read_text()
+        assert figures.with_tables(page, {name: data}) == page and f"(figures/{name}.svg)" in page
     with pytest.raises(ValueError, match="no place for the figure ranks"):
         figures.with_tables("# nothing", {"ranks": COMMITTED["ranks"]})
 
