@@ -19,11 +19,11 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor  # 
 from torchrec.streamable import Pipelineable  # noqa: E402
 
 from hstu import HSTUBlock, attention_tiles, segment_sum  # noqa: E402
-from step_gpu_model import TransformerBlock, zipf  # noqa: E402
 
 ITEM, HISTORY = "item", "history"  # the table and its feature
 TABLE_LR, TABLE_EPS, INIT = 0.05, 1e-8, 0.05
 ZIPF = 0.8
+SCATTER = 2654435761  # a prime: popular rows are spread over the table, and so over the ranks
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,23 @@ class Size:
 
 
 # ---- dense parts -----------------------------------------------------------------------------------------------------
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.width = heads, dim // heads
+        self.norm, self.norm_out = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.project = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, length, dim = x.shape
+        parts = self.qkv(self.norm(x)).view(samples, length, 3, self.heads, self.width)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.project(attended.reshape(samples, length, dim))
+        return x + self.down(F.gelu(self.up(self.norm_out(x))))
 
 
 class Transformer(nn.Module):
@@ -183,6 +200,13 @@ class Batch(Pipelineable):
         """With the same memory: a KeyedJaggedTensor keeps what was computed of it."""
         features = KeyedJaggedTensor([HISTORY], self.features.values(), lengths=self.features.lengths())
         return Batch(features, self.labels)
+
+
+def zipf(random: np.random.Generator, count: int, rows: int, exponent: float) -> np.ndarray:
+    """Ids of popularity rank^-exponent, by the inverse of the continuous distribution."""
+    u, power = random.random(count), 1.0 - exponent
+    ranks = rows**u if abs(power) < 1e-6 else ((float(rows) ** power - 1) * u + 1) ** (1 / power)
+    return np.clip(ranks.astype(np.int64) - 1, 0, rows - 1) * SCATTER % rows
 
 
 def batches(size: Size, count: int, pinned: bool) -> list[Batch]:

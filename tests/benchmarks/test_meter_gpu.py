@@ -9,8 +9,7 @@ import pytest
 from repo import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from meter_gpu import PARTS, compare  # noqa: E402
-from step_gpu_profile import MARKER  # noqa: E402
+from meter_gpu import MARKER, PARTS, compare  # noqa: E402
 
 
 def kernel(name, begin, microseconds, stream=7):
