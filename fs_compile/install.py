@@ -35,7 +35,6 @@ from freescale.compat import dynamo_settings, inductor, logs, nn_modules
 from freescale.runtime import agreement
 from freescale.runtime.tables import torchrec_collection, torchrec_patch
 
-
 log = logging.getLogger(__name__)
 
 

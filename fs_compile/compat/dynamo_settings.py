@@ -120,8 +120,8 @@ def enter_while_tracing(
 
 @contextlib.contextmanager
 def breaking_at_reads() -> Iterator[None]:
-    """Inside, Dynamo breaks the graph where a model reads a tensor's value (`.item()`, `int(x)`), as it does by default:
-    what the value decides is then known to the next graph."""
+    """Inside, Dynamo breaks the graph where a model reads a tensor's value (`.item()`, `int(x)`) or makes a tensor of a
+    size that depends on values, as it does by default: the next graph then knows the size."""
     import torch._dynamo.config as dynamo
 
     with dynamo.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):
