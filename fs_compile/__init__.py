@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from freescale.runtime.lookahead.loader import LookaheadLoader
     from freescale.runtime.meter import METER as meter
     from freescale.runtime.meter import log_to
-    from freescale.runtime.samples.batch_balancer import BalanceOptions
+    from freescale.runtime.samples.batch_balancer import BalanceOptions, loss_difference
     from freescale.runtime.tables.sharded_embedding import ShardedEmbedding, ShardedEmbeddingCollection
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ __all__ = [
     "__version__",
     "balance",
     "log_to",
+    "loss_difference",
     "meter",
     "observe",
     "report",
@@ -44,6 +45,7 @@ _LAZY = {
     "ShardedEmbeddingCollection": "freescale.runtime.tables.sharded_embedding:ShardedEmbeddingCollection",
     "balance": "freescale.runtime.balance.solver:balance",
     "log_to": "freescale.runtime.meter:log_to",
+    "loss_difference": "freescale.runtime.samples.batch_balancer:loss_difference",
     "meter": "freescale.runtime.meter:METER",
     "observe": "freescale.driver:observe",
     "report": "freescale.backend:report",

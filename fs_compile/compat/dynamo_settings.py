@@ -134,8 +134,10 @@ class GraphBreak(NamedTuple):
     reason: str
 
     def is_of_ddp(self) -> bool:
-        """Whether it is in DDP's own forward, around the wrapped model: its logger and its context manager."""
-        return "set_runtime_stats_and_log" in self.reason or "_inside_ddp_forward" in self.reason
+        """Whether it is in DDP's own forward, around the wrapped model: its logger, context manager or reducer."""
+        names = ("set_runtime_stats_and_log", "_inside_ddp_forward")
+        in_ddp = self.where.rpartition(":")[0] == torch.nn.parallel.distributed.__file__
+        return in_ddp or any(name in self.reason for name in names)
 
     def is_at_read(self) -> bool:
         """Whether it is one of those that `breaking_at_reads` makes."""

@@ -328,3 +328,40 @@ def _share_of_step(straggler: float, mean: float, constant: float) -> float:
     """Convert a straggler share of the loads to a share of the step, which also has a constant part."""
     largest = mean / (1 - straggler)
     return (largest - mean) / (largest + constant) if largest else 0.0
+
+
+def loss_difference(loss_of: Callable[[Any], Any], batch: Any, shared: Sequence[str] = ()) -> float:
+    """How much balancing changes the loss of a batch, as a share of it: rounding (about 1e-6 in float32), unless
+    samples depend on the rest of their local batch (batch norm, division by the longest history).
+
+    Call it on every rank, with equally many samples, for example as `freescale.loss_difference(model.eval(), batch)`.
+    `loss_of` is called without gradients on the rank's batch and again after samples have moved between ranks; it
+    returns the mean loss, alone or first in a tuple. `shared`: as in BalanceOptions.
+    """
+    group: Any = dist.new_group(backend="gloo")
+    try:
+        return _loss_difference(loss_of, batch, shared, group)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _loss_difference(loss_of: Callable[[Any], Any], batch: Any, shared: Sequence[str], group: Any) -> float:
+    split, world, me = split_batch.split(batch, shared), group.size(), group.rank()
+    samples = [split.samples] * world
+    dist.all_gather_object(samples, split.samples, group)
+    if len(set(samples)) != 1:
+        raise BalanceError(f"freescale: loss_difference needs equally many samples on all ranks; found {samples}")
+    position = np.arange(split.samples)
+    # Sample i of rank r goes to rank r + i, so every rank keeps its number of samples.
+    arriving = np.array([((position + rank) % world == me).sum() for rank in range(world)])
+    moved = split.rebuild(sample_columns.exchange(split.columns, (position + me) % world, arriving, group))
+
+    def mean_loss(local: Any) -> float:
+        with torch.no_grad():
+            found = loss_of(local)
+        loss = (found[0] if isinstance(found, tuple) else found).detach().double().cpu().reshape(1)
+        dist.all_reduce(loss, group=group)
+        return float(loss) / world
+
+    before, after = mean_loss(batch), mean_loss(moved)
+    return abs(after - before) / max(abs(before), 1e-30)

@@ -406,3 +406,26 @@ def test_torchrec_batches():
         assert found["same bits"] and found["difference"] < 1e-5 < 1e-2 < found["trained"] and found["moved"] > 0, found
     balanced, unbalanced = (np.sum([r["losses"][i] for r in ranks], axis=0) for i in (0, 1))
     assert np.allclose(balanced, unbalanced, rtol=1e-4, atol=1e-4)
+
+
+def _loss_differences() -> list[Any]:
+    import freescale
+
+    torch.set_default_dtype(torch.float64)
+    model, rank = Model(), dist.get_rank()
+    batch = batch_of(0, rank, 6)
+    weight = torch.full((6,), 1 / 6)
+
+    def divided_by_the_longest(b: dict[str, Any]) -> tuple[torch.Tensor, str]:
+        return model(b, weight) / b["item_lengths"].max(), "an output"
+
+    found: list[Any] = [freescale.loss_difference(lambda b: model(b, weight), batch)]
+    found.append(freescale.loss_difference(divided_by_the_longest, batch))
+    with pytest.raises(ValueError, match=r"equally many samples on all ranks; found \[6, 6, 5\]"):
+        freescale.loss_difference(lambda b: model(b, weight), batch_of(0, rank, 6 - (rank == 2)))
+    return found
+
+
+def test_samples_that_depend_on_their_batch_are_found():
+    for independent, dependent in run_ranks(_loss_differences, 3):
+        assert independent < 1e-12 and dependent > 1e-3, (independent, dependent)
