@@ -54,7 +54,7 @@ def install(backend: Callable[..., Any]) -> config.Config:
     @contextlib.contextmanager
     def context() -> Iterator[None]:
         torchrec_collection.trace_begins()
-        with dynamo_settings.tracing(cfg.dynamic), dynamo_settings.recording_breaks(_tell):
+        with dynamo_settings.tracing(cfg.dynamic):
             yield
 
     dynamo_settings.enter_while_tracing(
@@ -62,6 +62,7 @@ def install(backend: Callable[..., Any]) -> config.Config:
         context,
         (_with_sizes, _with_breaks),
         _failed,
+        _tell,
     )
     dynamo_settings.choose_symbols()
     dynamo_settings.leave_out_contiguity()
@@ -75,12 +76,15 @@ def install(backend: Callable[..., Any]) -> config.Config:
 def _tell(found: dynamo_settings.GraphBreak) -> None:
     if found.is_of_ddp() or "torch.compiler.disable" in found.reason:  # asked for, by the user or by freescale
         return
-    reason = "torch cannot compile in one graph what depends on the size that is read there"
-    if not found.is_at_read():
-        reason = f"torch says: {found.reason.strip().splitlines()[0]}"
+    says = f"torch says: {found.reason.strip().splitlines()[0]}"
+    if found.is_skipped:
+        log.warning("freescale: torch does not compile %s (%s) and runs it as it is. %s", found.code, found.where, says)
+        return
+    if found.is_at_read():
+        says = "torch cannot compile in one graph what depends on the size that is read there"
     log.warning(
-        "freescale: the graph breaks at %s (%s), so exchanges and compute before and after that do not overlap. %s",
-        found.where or "an unknown line", found.code, reason,
+        "freescale: the graph breaks at %s, `%s`, so exchanges and compute before and after that do not overlap. %s",
+        found.where or "an unknown line", found.code, says,
     )  # fmt: skip
 
 

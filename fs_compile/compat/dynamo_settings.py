@@ -89,10 +89,11 @@ def enter_while_tracing(
     context: Callable[[], Any],
     retries: Sequence[Callable[[Exception], Any]],
     failed: Callable[[Exception], Exception],
+    tell: Callable[[GraphBreak], None],
 ) -> None:
     """From now on, each frame compilation for a backend that `is_ours` runs inside `context()`. If it fails, it runs
     again inside the context that each of `retries` gives, if any; if all fail, what `failed` makes of the first error
-    is raised. Each retry gets the first error."""
+    is raised. Each retry gets the first error. `tell` gets each new graph break."""
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
     convert = CatchErrorsWrapper.__call__
@@ -103,15 +104,15 @@ def enter_while_tracing(
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(self):
             return convert(self, *args, **kwargs)
-        with context():
+        with context(), _recording_breaks(tell) as converted:
             try:
-                return convert(self, *args, **kwargs)
+                return converted(convert(self, *args, **kwargs), args[0])
             except Exception as error:
                 first = error
             for retry in retries:
                 if (again := retry(first)) is not None:
                     with contextlib.suppress(Exception), again:
-                        return convert(self, *args, **kwargs)
+                        return converted(convert(self, *args, **kwargs), args[0])
             raise failed(first)
 
     call._freescale = True  # type: ignore[attr-defined]
@@ -130,8 +131,9 @@ def breaking_at_reads() -> Iterator[None]:
 
 class GraphBreak(NamedTuple):
     where: str  # "file:line"
-    code: str  # that line
+    code: str  # that line; or the name of the function there, of which torch compiles nothing
     reason: str
+    is_skipped: bool = False  # the latter
 
     def is_of_ddp(self) -> bool:
         """Whether it is in DDP's own forward, around the wrapped model: its logger, context manager or reducer."""
@@ -149,16 +151,27 @@ GRAPH_BREAKS: Counter[GraphBreak] = Counter()
 
 
 @contextlib.contextmanager
-def recording_breaks(tell: Callable[[GraphBreak], None]) -> Iterator[None]:
+def _recording_breaks(tell: Callable[[GraphBreak], None]) -> Iterator[Callable[[Any, Any], Any]]:
     """Add the graph breaks of the frame compiled inside to GRAPH_BREAKS; `tell` of new ones. (Dynamo's counters omit
-    breaks at a branch.)"""
+    breaks at a branch, and frames that it skips because of a break in a loop.) Yields a function that gets the frame
+    and what it was converted to, which it returns."""
     from torch._dynamo.output_graph import graph_break_reasons
+    from torch._dynamo.utils import counters
 
-    before = len(graph_break_reasons)
-    yield
+    before, refused = len(graph_break_reasons), dict(counters["unimplemented"])
+    skipped: list[GraphBreak] = []
+
+    def converted(found: Any, frame: Any) -> Any:
+        new = [reason for reason, n in counters["unimplemented"].items() if n > refused.get(reason, 0)]
+        if found.guarded_code is None and new:
+            code = frame.f_code
+            skipped.append(GraphBreak(f"{code.co_filename}:{code.co_firstlineno}", code.co_name, new[-1], True))
+        return found
+
+    yield converted
     # One break has two reasons where Dynamo traced the frame again because of it.
-    found = {b.where or b.reason: b for b in reversed([_graph_break(r) for r in graph_break_reasons[before:]])}
-    for place, one in found.items():
+    breaks = [*skipped, *map(_graph_break, graph_break_reasons[before:])]
+    for place, one in {b.where or b.reason: b for b in reversed(breaks)}.items():
         same = next((b for b in GRAPH_BREAKS if place in (b.where, b.reason)), None)
         if same is None:
             tell(one)

@@ -280,8 +280,8 @@ def tracing_with_sizes(changed: list[tuple[CollectionTables, bool]]) -> Iterator
     for tables, planned in changed:
         if not planned:
             log.warning(
-                "freescale: the model depends on the number of ids of the features of %s, so the graph breaks "
-                "where they are counted. A LookaheadLoader counts them beforehand, without a graph break",
+                "freescale: torch cannot compile the model in one graph with the counting of the ids of %s, so the "
+                "graph breaks where they are counted. A LookaheadLoader counts them beforehand, without that break",
                 tables.label,
             )
 

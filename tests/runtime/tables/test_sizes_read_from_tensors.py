@@ -57,8 +57,18 @@ class Branches(Reads):
         return self.token if int(counts.sum()) > 4 else -self.token
 
 
-KINDS = {"one graph": Reads, "tile": Tiles, "tile found": TilesFound, "branch": Branches}
-LINES = {"tile": "copies = int(counts.sum())", "tile found": "copies = counts.nonzero()", "branch": "if int(counts.sum())"}
+class BreaksInALoop(TilesFound):
+    """torch compiles nothing of a function with a graph break in a loop."""
+
+    def more(self, counts: torch.Tensor) -> torch.Tensor:
+        total = self.token.sum(0)
+        for _ in range(2):
+            total = total + self.token.tile(counts[counts > 0].shape[0], 1).sum(0)
+        return total
+
+
+KINDS = {"one graph": Reads, "tile": Tiles, "tile found": TilesFound, "branch": Branches, "loop": BreaksInALoop}
+LINES = {"loop": "does not compile more (", "tile": "copies = int(counts.sum())", "tile found": "copies = counts.nonzero()", "branch": "if int(counts.sum())"}  # in a warning
 
 
 def _batches() -> list[Any]:
