@@ -34,22 +34,29 @@ def freescale(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph. install.py tells the other ranks if that fails."""
-    if mode not in (None, "default"):
-        raise config.ConfigError(f"backend freescale takes options={{...}} but no mode, found mode={mode!r}")
-    cfg = config.load(options)
-    if cfg.dynamic != _process.dynamic:
-        raise config.ConfigError("dynamic applies to the whole process: set FREESCALE_DYNAMIC instead of an option")
-    for name in ("staged", "nixl"):
-        open_transports.options[name]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
-    torchrec_support.raise_if_unsupported(cfg)
-    if not _has_exchange(gm) and "dense" not in (options or {}):  # an option may differ between models
-        dense_gradients.compare_settings(gm, inputs, cfg)
-    with agreement.while_compiling(cfg.timeout):
-        before_first_run = dense_gradients.average_in_graph(gm, inputs, cfg)
-        before_each_run = dense_gradients.before_each_run(gm, cfg)
-        compiled = _compile(gm, inputs, Driver(cfg))
-    dynamo_settings.drop_implied_guards()
+    """Compile one Dynamo graph."""
+    try:
+        if mode not in (None, "default"):
+            raise config.ConfigError(
+                f"backend freescale takes options={{...}} but no mode, found mode={mode!r}"
+            )
+        cfg = config.load(options)
+        if cfg.dynamic != _process.dynamic:
+            raise config.ConfigError("dynamic applies to the whole process: set FREESCALE_DYNAMIC instead of an option")
+        for name in ("staged", "nixl"):
+            open_transports.options[name]["ring_bytes"] = int(cfg.ring_mb * (1 << 20))
+        torchrec_support.raise_if_unsupported(cfg)
+        if not _has_exchange(gm) and "dense" not in (options or {}):  # an option may differ between models
+            dense_gradients.compare_settings(gm, inputs, cfg)
+        with agreement.while_compiling(cfg.timeout):
+            before_first_run = dense_gradients.average_in_graph(gm, inputs, cfg)
+            before_each_run = dense_gradients.before_each_run(gm, cfg)
+            compiled = _compile(gm, inputs, Driver(cfg))
+        dynamo_settings.drop_implied_guards()
+    except Exception as error:
+        if not dynamo.traces_again(error) and not dynamo_settings.depends_on_data(error):  # install.py retries those
+            agreement.post_failure(error)
+        raise
     frame = dynamo.current_compile_id().split("/")[0]
     COMPILED[frame] = COMPILED.get(frame, 0) + 1
     if not _has_exchange(gm):

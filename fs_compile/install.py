@@ -107,16 +107,15 @@ def _with_breaks(error: Exception) -> AbstractContextManager[None] | None:
 
 
 def _failed(error: Exception) -> Exception:
-    """After all attempts: tell the other ranks, and say what to do."""
-    if dynamo_settings.depends_on_data(error):
-        where = dynamo_settings.line_of(error)
-        reason = DependsOnData(
-            f"freescale: {where or 'something in the model'} depends on a size that only the batch decides, and torch "
-            "cannot compile it. Compile the embedding collections alone, for example "
-            'model.module.embeddings.compile(backend="freescale") if `embeddings` is one, and leave the rest as it is. '
-            f"torch says: {dynamo_settings.reason_of(error)}"
-        )
-        reason.__cause__ = error
-        error = reason
-    agreement.post_failure(error)
-    return error
+    """After all attempts. Of errors that depend on data, the other ranks were not told yet."""
+    if not dynamo_settings.depends_on_data(error):
+        return error
+    where = dynamo_settings.line_of(error) or "something in the model"
+    reason = DependsOnData(
+        f"freescale: {where} depends on a size that only the batch decides, and torch cannot compile it. Compile the "
+        'embedding collections alone, for example model.module.embeddings.compile(backend="freescale") if `embeddings` '
+        f"is one, and leave the rest as it is. torch says: {dynamo_settings.reason_of(error)}"
+    )
+    reason.__cause__ = error
+    agreement.post_failure(reason)
+    return reason

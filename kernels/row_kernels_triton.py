@@ -302,7 +302,7 @@ def has_counts(lengths: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     out = torch.empty(lengths.shape[0], dtype=torch.bool, device=lengths.device)
     if lengths.shape[0]:
         launch(_has_counts, (lengths.shape[0],), lengths, counts, out, lengths.shape[1], 1024, num_warps=4)
-    return out.all()
+    return out.view(()) if lengths.shape[0] == 1 else out.all()  # of one key, `all` would be a copy
 
 
 def sum_segments(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,11 @@ def current_compile_id() -> str:
     return str(current) if current is not None else "?/0"
 
 
+def traces_again(error: Exception) -> bool:
+    """Whether a backend should re-raise it: Dynamo learned something and traces the frame again."""
+    return isinstance(error, torch._dynamo.exc.RestartAnalysis)
+
+
 _recomputing: weakref.WeakSet[Any] = weakref.WeakSet()  # ShapeEnvs
 
 

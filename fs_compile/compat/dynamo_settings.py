@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -153,8 +154,8 @@ GRAPH_BREAKS: Counter[GraphBreak] = Counter()
 @contextlib.contextmanager
 def _recording_breaks(tell: Callable[[GraphBreak], None]) -> Iterator[Callable[[Any, Any], Any]]:
     """Add the graph breaks of the frame compiled inside to GRAPH_BREAKS; `tell` of new ones. (Dynamo's counters omit
-    breaks at a branch, and frames that it skips because of a break in a loop.) Yields a function that gets the frame
-    and what it was converted to, which it returns."""
+    breaks at a branch, and functions that it skips because of a break in a loop. It never compiles generators.) Yields a
+    function that gets the frame and what it was converted to, which it returns."""
     from torch._dynamo.output_graph import graph_break_reasons
     from torch._dynamo.utils import counters
 
@@ -163,8 +164,8 @@ def _recording_breaks(tell: Callable[[GraphBreak], None]) -> Iterator[Callable[[
 
     def converted(found: Any, frame: Any) -> Any:
         new = [reason for reason, n in counters["unimplemented"].items() if n > refused.get(reason, 0)]
-        if found.guarded_code is None and new:
-            code = frame.f_code
+        code = frame.f_code
+        if found.guarded_code is None and new and not code.co_flags & inspect.CO_GENERATOR:
             skipped.append(GraphBreak(f"{code.co_filename}:{code.co_firstlineno}", code.co_name, new[-1], True))
         return found
 

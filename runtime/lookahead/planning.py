@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,6 +157,8 @@ class BatchPlanning:
             self._balance(self.balancer, loaded, self._gather_for_balancer(loaded))
         self._prepare_block(loaded)
         self._request_rows(loaded)
+        if self.number == 0:
+            self._compare_samples(loaded)
         planned = self._plan_batch(loaded)
         complete: PlannedBatch | None = planned
         if not self._plan.whole:
@@ -274,6 +277,19 @@ class BatchPlanning:
                         f"freescale: some ranks {verb} and others do not; give every LookaheadLoader the same `{name}`"
                     )
                 )
+
+    def _compare_samples(self, loaded: _Loaded) -> None:
+        """Warn if every rank has the same samples, as where a sampler that something used to add is missing."""
+        ids = [t for of_exchange in loaded.ids for t in of_exchange if t.numel()]
+        digest = 0
+        for t in ids:
+            digest = zlib.crc32(t.contiguous().numpy(), digest)
+        of_ranks = {d for (d,) in distributed.gather_ints([digest], self.group)}
+        if ids and len(of_ranks) == 1 and self.group.size() > 1 and self.group.rank() == 0:
+            log.warning(
+                "freescale: all ranks loaded the same ids in their first batch. If each is to have samples of its own, "
+                "the DataLoader needs a DistributedSampler; Lightning adds one only to a DataLoader that is not wrapped"
+            )
 
     def _gather_for_balancer(self, loaded: _Loaded) -> list[list[int]]:
         """What each rank sends to the balancers. Raises EndOfPlanning unless every rank goes on."""
