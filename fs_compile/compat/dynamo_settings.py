@@ -154,8 +154,8 @@ GRAPH_BREAKS: Counter[GraphBreak] = Counter()
 @contextlib.contextmanager
 def _recording_breaks(tell: Callable[[GraphBreak], None]) -> Iterator[Callable[[Any, Any], Any]]:
     """Add the graph breaks of the frame compiled inside to GRAPH_BREAKS; `tell` of new ones. (Dynamo's counters omit
-    breaks at a branch, and functions that it skips because of a break in a loop. It never compiles generators.) Yields a
-    function that gets the frame and what it was converted to, which it returns."""
+    breaks at a branch, and functions that it skips because of a break in a loop. It never compiles generators.) Yields
+    a function that gets the frame and what it was converted to, which it returns."""
     from torch._dynamo.output_graph import graph_break_reasons
     from torch._dynamo.utils import counters
 
