@@ -283,7 +283,7 @@ class BatchPlanning:
         ids = [t for of_exchange in loaded.ids for t in of_exchange if t.numel()]
         digest = 0
         for t in ids:
-            digest = zlib.crc32(t.contiguous().numpy(), digest)
+            digest = zlib.crc32(t.contiguous().numpy().tobytes(), digest)
         of_ranks = {d for (d,) in distributed.gather_ints([digest], self.group)}
         if ids and len(of_ranks) == 1 and self.group.size() > 1 and self.group.rank() == 0:
             log.warning(
