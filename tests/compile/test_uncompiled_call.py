@@ -60,7 +60,7 @@ class Outer(nn.Module):
 def _native() -> list[Any]:
     import freescale
 
-    said, batch = _warnings(), {"item": torch.tensor([3, 5, 7])}
+    said, batch = _warnings(), {"item": torch.tensor([3, 5, 7]) + dist.get_rank()}
     plain, other, model, broken = Inner(), Inner(), Inner(), Broken()
     other.compile(backend="eager")
     broken.compile(**OPTIONS)
