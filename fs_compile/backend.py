@@ -51,7 +51,7 @@ def freescale(
         with agreement.while_compiling(cfg.timeout):
             before_first_run = dense_gradients.average_in_graph(gm, inputs, cfg)
             before_each_run = dense_gradients.before_each_run(gm, cfg)
-            compiled = _compile(gm, inputs, Driver(cfg))
+            compiled = _explaining_assumptions(_compile(gm, inputs, Driver(cfg)), dynamo_settings.places_of_sizes(gm))
         dynamo_settings.drop_implied_guards()
     except Exception as error:
         if not dynamo.traces_again(error) and not dynamo_settings.depends_on_data(error):  # install.py retries those
@@ -76,6 +76,21 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], driver: Driver) -> Calla
         trained = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
         driver.count_whole_cache_hit(trained)
     return compiled
+
+
+def _explaining_assumptions(compiled: Callable[..., Any], places: dict[str, str]) -> Callable[..., Any]:
+    if not places:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        try:
+            return compiled(*args)
+        except RuntimeError as error:
+            if explained := dynamo_settings.explain_assumption(error, places):
+                raise RuntimeError(explained) from error
+            raise
+
+    return run
 
 
 def _has_exchange(gm: fx.GraphModule) -> bool:

@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.distributed as dist
+
 from freescale import config
 from freescale.compat import dynamo_settings, inductor, logs, nn_modules
 from freescale.runtime import agreement
@@ -75,6 +77,8 @@ def install(backend: Callable[..., Any]) -> config.Config:
 
 def _tell(found: dynamo_settings.GraphBreak) -> None:
     if found.is_of_ddp() or "torch.compiler.disable" in found.reason:  # asked for, by the user or by freescale
+        return
+    if dist.is_initialized() and dist.get_rank() != 0:  # all ranks run the same program
         return
     says = f"torch says: {found.reason.strip().splitlines()[0]}"
     if found.is_skipped:

@@ -19,12 +19,15 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 PLANNED = "freescale_plan"  # in Dynamo's names of a plan's tensors
 _SLOTS = ".slots["  # in names of tensors with the batch's own sizes, which user code computes with (step_plan.py)
 
 _UNBACKED = re.compile(r"\bu\d+\b|unbacked")  # in a torch error
+_ASSUMPTION = re.compile(r"(Runtime assertion failed for expression )?(Eq|Ne)\(")  # the beginning of one
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in .+\n +(.+)')  # of a node's stack trace
 
 _tracing: ContextVar[bool] = ContextVar("freescale_tracing", default=False)
 
@@ -112,8 +115,11 @@ def enter_while_tracing(
                 first = error
             for retry in retries:
                 if (again := retry(first)) is not None:
-                    with contextlib.suppress(Exception), again:
-                        return converted(convert(self, *args, **kwargs), args[0])
+                    try:
+                        with again:
+                            return converted(convert(self, *args, **kwargs), args[0])
+                    except Exception as error:
+                        first.add_note(f"freescale tried again with other settings, which failed too: {error}")
             raise failed(first)
 
     call._freescale = True  # type: ignore[attr-defined]
@@ -253,6 +259,33 @@ def line_of(error: BaseException) -> str:
             return f"{stack[-1].filename}:{stack[-1].lineno} ({stack[-1].line})"
         found = found.__cause__ or found.__context__
     return ""
+
+
+def places_of_sizes(gm: fx.GraphModule) -> dict[str, str]:
+    """For each symbol of a size or number that a Dynamo graph reads from a tensor, the user's line as "file:line
+    (code)". Symbols of freescale's own ops are omitted."""
+    found = {}
+    for node in gm.graph.nodes:
+        frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+        if frames and "freescale" not in str(node.target):
+            file, line, code = frames[-1]
+            for symbol in node.meta.get("unbacked_bindings") or ():
+                found[str(symbol)] = f"{file}:{line} ({code})"
+    return found
+
+
+def explain_assumption(error: BaseException, places: dict[str, str]) -> str:
+    """What to do if a graph failed because a batch does not satisfy what torch assumed of sizes; empty if it failed for
+    another reason."""
+    words = str(error)
+    lines = list(dict.fromkeys(places[symbol] for symbol in _UNBACKED.findall(words) if symbol in places))
+    if not lines or not _ASSUMPTION.match(words):
+        return ""
+    return (
+        f"freescale: torch compiled one graph by assuming {words.partition('for expression ')[2] or words}, which does "
+        f"not hold for this batch; these are sizes read at {' and '.join(lines)}. If they may differ, call "
+        "torch._dynamo.graph_break() before the line that uses them"
+    )
 
 
 def planned_hints(shape_env: Any) -> dict[Any, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -11,18 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import trec
+from listening import listen
 from ranks import HAS_TORCHREC, run_ranks
 
 OPTIONS: dict[str, Any] = {"backend": "freescale", "options": {"codegen": "eager"}}
-
-
-def _warnings() -> list[str]:
-    """That will be logged from now on."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("freescale").addHandler(handler)
-    return said
 
 
 class Inner(nn.Module):
@@ -60,7 +51,7 @@ class Outer(nn.Module):
 def _native() -> list[Any]:
     import freescale
 
-    said, batch = _warnings(), {"item": torch.tensor([3, 5, 7]) + dist.get_rank()}
+    said, batch = listen(), {"item": torch.tensor([3, 5, 7]) + dist.get_rank()}
     plain, other, model, broken = Inner(), Inner(), Inner(), Broken()
     other.compile(backend="eager")
     broken.compile(**OPTIONS)
@@ -93,7 +84,7 @@ def test_the_call_is_named_once():
 
 
 def _torchrec() -> list[str]:
-    said, batch = _warnings(), trec.batch(0, dist.get_rank())
+    said, batch = listen(), trec.batch(0, dist.get_rank())
     model = trec.build("row_wise", "sgd", small=True)
     model.compile(**OPTIONS)
     trec.build("row_wise", "sgd", small=True)(*batch)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from freescale.compat import nixl
 from freescale.kernels.transports import link_speed, open_transports, proof, rank_view
 from host_device import HostDriver
+from listening import listen, with_level
 from ranks import run_ranks
 
 ops = torch.ops.freescale
@@ -46,10 +47,7 @@ def _launch(drivers, name, view=None, c10d_seconds=None):
 
     With a `view`, every rank sees that, but for its number and its GPU; over c10d it takes `c10d_seconds` of each rank.
     """
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
-    logging.getLogger("freescale").addHandler(handler)
+    said = listen(level=logging.NOTSET, as_=with_level)
     logging.getLogger("freescale.kernels").setLevel(logging.INFO)
     rank, world = dist.get_rank(), dist.get_world_size()
     if view is not None:

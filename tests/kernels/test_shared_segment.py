@@ -17,15 +17,13 @@ import pytest
 import torch.distributed as dist
 
 from freescale.kernels.transports import shared_segment
+from listening import listen, with_level
 from ranks import run_ranks
 
 
 def _share(nbytes, host_of_rank, free=None):
     """Whether memory is shared, why not, how much was reserved on the way, and what was said."""
-    reserved, said = [], []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
-    logging.getLogger("freescale").addHandler(handler)
+    reserved, said = [], listen(level=logging.NOTSET, as_=with_level)
     rank, allocate = dist.get_rank(), os.posix_fallocate
 
     def count(file, offset, size):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from functools import cache, partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import trec
 from freescale.compat.version import torch_version
+from listening import listen
 from ranks import HAS_TORCHREC, run_ranks
 from shared_ranks import Outcomes, run_together
 
@@ -377,10 +377,7 @@ def _with_ddp_too(strict: bool, wrapped_later: bool) -> Any:
     if wrapped_later:
         torch.compile(model, backend="freescale", options=options)(*_batch(0)).backward()
         return DistributedDataParallel(model)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("freescale").addHandler(handler)
+    said = listen()
     wrapped = DistributedDataParallel(model)
     torch.compile(wrapped, backend="freescale", options=options)(*_batch(0)).backward()
     found = [p.grad for p in model.parameters()]

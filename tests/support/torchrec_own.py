@@ -7,7 +7,6 @@ optionally trained under a LookaheadLoader.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import types
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 import adam_on_cpu
 import trec
+from listening import listen
 
 MISSING = "torchrec.distributed.tests.test_sequence_model"  # test_sharding imports a name from it; it is in no wheel
 ROWS, SCALE = 200, 100
@@ -243,15 +243,6 @@ def arguments(case: Case, own: Any) -> dict[str, Any]:
     return given
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def compare(case: Case, options: dict[str, Any] | None, lookahead: bool = False, device: str = "cpu") -> Outcome:
     """Run on every rank. `options`: of the backend; None for TorchRec alone. Raises if TorchRec's test fails."""
     import freescale
@@ -266,8 +257,7 @@ def compare(case: Case, options: dict[str, Any] | None, lookahead: bool = False,
     os.environ["LOCAL_WORLD_SIZE"] = str(case.local_size or dist.get_world_size())
     os.environ["LOCAL_RANK"] = str(dist.get_rank() % (case.local_size or dist.get_world_size()))
     torch.use_deterministic_algorithms(device == "cpu")  # as in TorchRec's tests; on CUDA, not all ops support it
-    warnings = _Warnings()
-    logging.getLogger("freescale").addHandler(warnings)
+    warnings = listen()
     if options is not None and "adam" in (case.optimizer or ""):
         adam_on_cpu.allow()
     with (
@@ -277,4 +267,4 @@ def compare(case: Case, options: dict[str, Any] | None, lookahead: bool = False,
         mock.patch.object(test_sharding, "DistributedModelParallel", training.shard),
     ):
         own._test_sharding(sharders=sharders(case, test_sharding), **arguments(case, own))
-    return Outcome(freescale.report(), training.stats, warnings.messages)
+    return Outcome(freescale.report(), training.stats, warnings)

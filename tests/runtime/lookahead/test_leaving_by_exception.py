@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import re
 import signal
@@ -21,6 +20,7 @@ import trec
 from freescale.compat import distributed
 from freescale.compat.exception_in_flight import describe_exception
 from freescale.runtime.lookahead import session, thread
+from listening import listen
 from loops import Training, data
 from ranks import HAS_TORCHREC, run_ranks
 
@@ -276,10 +276,7 @@ def test_the_exception_that_ends_the_process_is_named(monkeypatch):
 
 def _one_raises(where: str) -> tuple[str, str]:
     """Rank 1 raises at batch 3. What each rank gets, and what it logs. The group's time-out is beyond the test's."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("freescale").addHandler(handler)
+    logged = listen()
     t = Training(True)
     try:
         for i, batch in enumerate(t.loader(data(9, 60))):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trec
+from listening import listen
 from loops import DIM, ROWS, Model, Training, batch_of, compare, data, threads
 from ranks import HAS_DRIVER, HAS_TORCHREC, run_ranks
 from shared_ranks import Outcomes, run_together
@@ -226,10 +226,7 @@ def _uneven() -> None:
     plain = Training(False)
     for batch in data(4):
         plain.step(batch)
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("freescale").addHandler(handler)
+    heard = listen()
     t = Training(True)
     for batch in t.loader(data(steps), strict=False):
         t.step(batch)

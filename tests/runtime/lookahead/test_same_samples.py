@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from listening import listen
 from ranks import run_ranks
 
 
@@ -25,23 +25,18 @@ class Model(nn.Module):
 
 def _warned(seeds: dict[str, int]) -> dict[str, list[str]]:
     import freescale
-    from freescale.runtime.lookahead import planning
 
-    class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    planning.log.addHandler(Heard(logging.WARNING))
+    heard = listen()
     model = Model()
     model.compile(backend="freescale", options={"codegen": "eager"})
     found = {}
     for name, differs in seeds.items():
-        said: list[str] = []
+        del heard[:]
         draw = torch.Generator().manual_seed(differs * dist.get_rank())
         batches: Any = [{"item": torch.randint(0, 50, (6,), generator=draw)} for _ in range(2)]
         for batch in freescale.LookaheadLoader(batches, model):
             model(batch).backward()
-        found[name] = said
+        found[name] = list(heard)
     return found
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from test_lookahead_loop import LOOPS
 
 import trec
+from listening import listen
 from loops import Training, compare, data
 from ranks import HAS_TORCHREC, run_ranks
 from shared_ranks import Outcomes, run_together
@@ -74,12 +75,9 @@ def _reports_host_bound_steps() -> None:
     """Once per loader, on rank 0, where steps overlap."""
     import freescale
 
-    training, said = Training(True), []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("freescale.runtime.lookahead.loader")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    name = "freescale.runtime.lookahead.loader"
+    training, said = Training(True), listen(name, logging.INFO)
+    logging.getLogger(name).setLevel(logging.INFO)
     for overlap, share, times in ((True, 0.1, 0), (False, 0.5, 0), (True, 0.5, 1)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(freescale.meter), "host_bound_share", lambda self, share=share: share)

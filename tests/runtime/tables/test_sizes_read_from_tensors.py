@@ -3,7 +3,6 @@ the line; never a model that does not compile although Inductor alone compiles i
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import trec
+from listening import listen
 from ranks import HAS_TORCHREC, run_ranks
 
 pytestmark = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
@@ -67,6 +67,14 @@ class BreaksInALoop(TilesFound):
         return total
 
 
+class Broadcasts(Reads):
+    """torch assumes that the two sizes are equal."""
+
+    def more(self, counts: torch.Tensor) -> torch.Tensor:
+        several, one = int(counts.max()), int(counts.min()) + 1
+        return (self.token.expand(several, 8) * torch.ones(one, 8)).sum(0)
+
+
 KINDS = {"one graph": Reads, "tile": Tiles, "tile found": TilesFound, "branch": Branches, "loop": BreaksInALoop}
 LINES = {"loop": "does not compile more (", "tile": "copies = int(counts.sum())", "tile found": "copies = counts.nonzero()", "branch": "if int(counts.sum())"}  # in a warning
 
@@ -83,22 +91,13 @@ def _batches() -> list[Any]:
     return found
 
 
-class Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def _train(kind: str, ahead: bool, pooled: bool, **how: Any) -> dict[str, Any]:
     import freescale
     from freescale.compat import dynamo_settings
 
     torch._dynamo.reset()
     dynamo_settings.GRAPH_BREAKS.clear()
-    logging.getLogger("freescale").addHandler(heard := Heard())
+    said = listen()
 
     def train(compiled: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -115,17 +114,23 @@ def _train(kind: str, ahead: bool, pooled: bool, **how: Any) -> dict[str, Any]:
         return [torch.stack(losses), *trec.snapshot(model).values()]
 
     worst = max(float((a - b).abs().max()) for a, b in zip(train(False), train(True), strict=True) if a.numel())
-    return {"difference": worst, "breaks": freescale.report()["graph_breaks"], "said": heard.said}
+    return {"difference": worst, "breaks": freescale.report()["graph_breaks"], "said": said}
 
 
 def check(kind: str, ahead: bool, pooled: bool) -> None:
-    for found in run_ranks(_train, 2, kind, ahead, pooled):
+    for rank, found in enumerate(run_ranks(_train, 2, kind, ahead, pooled)):
+        said = found["said"]
         assert found["difference"] < 1e-6, found
+        assert (found["breaks"] == 0) == (kind == "one graph"), found
         if kind == "one graph":
-            assert found["breaks"] == 0 and found["said"] == []
+            assert said == []
+        elif rank != 0:  # rank 0 says it for all
+            assert not any("test_sizes_read" in s for s in said)
         else:
-            assert found["breaks"] > 0 and any(LINES[kind] in s and "test_sizes_read" in s for s in found["said"]), found
-            assert len(set(found["said"])) == len(found["said"])  # each once
+            assert any(LINES[kind] in s and "test_sizes_read" in s for s in said), said
+            assert len(set(said)) == len(said)  # each once
+            if "tile" in kind:
+                assert any("in one graph what depends on the size that is read there" in s for s in said), said
 
 
 @pytest.mark.parametrize("kind", ("one graph", "tile", "branch"))
@@ -152,3 +157,18 @@ def _refused() -> str:
 def test_what_cannot_be_one_graph_is_an_error_that_says_what_to_do():
     for said in run_ranks(_refused, 2):
         assert "Compile the embedding collections alone" in said and "data-dependent expression Eq(u" in said, said
+
+
+def _assumed(options: dict[str, Any]) -> str:
+    torch._dynamo.reset()
+    model = trec.shard(Broadcasts(), {"item": "row_wise"}, "sgd")
+    model.compile(backend="freescale", options=options)
+    with pytest.raises(RuntimeError, match="torch compiled one graph by assuming") as caught:
+        model(*_batches()[0])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("options", ({}, {"codegen": "eager"}), ids=("inductor", "eager"))
+def test_an_assumption_of_torch_that_fails_names_the_lines(options):
+    for said in run_ranks(_assumed, 2, options):
+        assert "several, one = int(counts.max())" in said and "torch._dynamo.graph_break()" in said, said

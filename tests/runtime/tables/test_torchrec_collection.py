@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import trec
+from listening import listen
 from ranks import HAS_TORCHREC, run_ranks
 from shared_ranks import Outcomes, run_together
 
@@ -210,18 +211,12 @@ def test_all_tables_with_ddp_and_in_checkpoints():
 
 
 def _fall_back(layout: str, strict: bool | None, optimizer: str = "sgd", fused: dict[str, Any] | None = None):
-    import logging
-
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("freescale").addHandler(handler)
+    said = listen()
     eager = trec.build(layout, optimizer, small=True, **(fused or {}))
     expected = trec.train(eager, eager, 3, none=False)
     model = trec.build(layout, optimizer, small=True, **(fused or {}))
     options = {"codegen": "eager"} | ({} if strict is None else {"strict": strict})
     losses = trec.train(model, _compiled(model, options=options), 3, none=False)
-    logging.getLogger("freescale").removeHandler(handler)
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), said
 
 
