@@ -17,8 +17,7 @@ compute. Exposed time is the time that the training thread is blocked (overlap_v
 compute is the rest of a step. The meter's column is freescale's own account of exposed time. Figures are medians over
 steps of all ranks, with the distance between the quartiles. Take them on a quiet machine with a core for each rank.
 
-Two more sections: one rank alone, freescale against plain Inductor (`--single`), and what a large transfer under way
-does to an urgent one (`--priority`, overlap_priority.py).
+One more section: one rank alone, freescale against plain Inductor (`--single`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ import netlab  # noqa: E402
 from command_line import parser  # noqa: E402
 
 FAST, SLOW, OWN = "exchange/compute 0.5", "exchange/compute 2", "own exchange/compute 2"
-CHUNKS = [16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10]
 Rows = list[dict[str, Any]]
 
 
@@ -114,21 +112,6 @@ def table(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def priority_table(found: dict[str, Any]) -> str:
-    lines = [
-        f"an urgent all-to-all of {found['urgent_bytes'] / 1e3:.0f} kB ({found['urgent_wire_ms']:.1f} ms on the wire) "
-        f"while {found['bulk_bytes'] / 1e3:.0f} kB are under way (both: {found['both_wire_ms']:.1f} ms)",
-        f"{'transport':<16}{'large one':<34}{'chunk kB':>9}{'urgent ms':>11}{'over wire':>18}{'both ms':>10}",
-    ]
-    for r in found["rows"]:
-        chunk = "" if r["chunk"] is None else f"{r['chunk'] / 1024:.0f}"
-        lines.append(
-            f"{r['transport']:<16}{r['case']:<34}{chunk:>9}{r['urgent_ms']:>11.1f} ±{r['urgent_ms_iqr']:<6.1f}"
-            f"{r['urgent_ms'] / found['urgent_wire_ms']:>10.2f}{r['total_ms']:>10.1f}"
-        )
-    return "\n".join(lines)
-
-
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +133,6 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     p = parser(__doc__, "small model, no code generation, few steps: does it run?")
     p.add_argument("--ranks", type=int, default=2)
     p.add_argument("--single", action="store_true", help="only: one rank, everything against plain Inductor")
-    p.add_argument("--priority", action="store_true", help="only: an urgent all-to-all while a large one is under way")
     p.add_argument("--variants", metavar="A,B", help="only these, and eager (default: all)")
     p.add_argument("--collisions", metavar="C,D", help="collision rates (default: 0,0.03,0.12,0.3,0.6)")
     p.add_argument("--no-single", action="store_true", help="leave the one-rank comparison out")
@@ -189,23 +171,6 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return chosen | {k: v for k in ("steps", "rounds") if (v := getattr(args, k)) is not None}
 
 
-def run_priority(ranks: int, settings: dict[str, Any], train: dict[str, Any] | None) -> dict[str, Any] | None:
-    """With the sizes of a step at 12% and the faster link, or where nothing was trained with such as are usual here."""
-    if netlab.why_not() is not None:
-        print("no figures on priority: they need shaped links", file=sys.stderr)
-        return None
-    rate, urgent, bulk = 70e6, 130e3, 1e6
-    if train is not None:
-        near = min(train["collisions"], key=lambda c: abs(c["collision"] - 0.12))
-        rate = train["links_bits_per_second"][FAST]
-        urgent = near["urgent_rows"] * train["row_bytes"]
-        bulk = (near["all_rows"] - near["urgent_rows"]) * train["row_bytes"]
-    sizes = {"rate": rate, "urgent_bytes": urgent, "bulk_bytes": bulk, "chunks": CHUNKS, "repeats": 5}
-    found = run_section("priority", ranks, {**settings, **sizes})
-    print(priority_table(found))
-    return found
-
-
 def run_single(settings: dict[str, Any], quick: bool) -> dict[str, Any]:
     found = run_section("single", 1, {**settings, "steps": 3 if quick else 8, "rounds": 2 if quick else 6})
     print(
@@ -221,11 +186,10 @@ def run_all(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any
     print(table(train["rows"]))
     for name, reason in train["left_out"].items():
         print(f"{name} does not run here: {reason}")
-    priority = None if args.quick or args.no_single else run_priority(args.ranks, settings, train)
     found = headlines(train, single)
     for name, value in found.items():
         print(f"{name:<30} {'not measured' if value is None else f'{value:.4f}'}")
-    return {**found, **train, "single": single, "priority": priority, "settings": settings}
+    return {**found, **train, "single": single, "settings": settings}
 
 
 def main() -> None:
@@ -236,8 +200,6 @@ def main() -> None:
         print(f"the machine is not quiet (load {load:.1f}): figures will be disturbed", file=sys.stderr)
     if args.single:
         result: Any = run_single(settings, args.quick)
-    elif args.priority:
-        result = run_priority(args.ranks, settings, None)
     else:
         result = run_all(args, settings) | {"load_at_start": load, "seconds": time.perf_counter() - began}
     if args.json:

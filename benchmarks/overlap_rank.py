@@ -24,7 +24,6 @@ import torch.distributed as dist  # noqa: E402
 
 import collisions  # noqa: E402
 import netlab  # noqa: E402
-import overlap_priority  # noqa: E402
 from freescale import driver  # noqa: E402
 from freescale.kernels.transports import launch_record  # noqa: E402
 from overlap_variants import TAIL, WARM_UP, Batches, Moment, Step, Trainee, Variant, variants  # noqa: E402
@@ -140,6 +139,18 @@ def agreed(value: float) -> float:
     return box[0]
 
 
+def send_to_all(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """An all-to-all of equal parts whose receives are posted first. In gloo's own, a rank that sends before it has said
+    that it is ready to receive makes its peer wait, and the two directions take turns."""
+    world, rank = group.size(), group.rank()
+    to, fro = x.view(world, -1), out.view(world, -1)
+    peers = [(rank + i) % world for i in range(1, world)]
+    works = [dist.irecv(fro[p], p, group) for p in peers] + [dist.isend(to[p], p, group) for p in peers]
+    fro[rank].copy_(to[rank])
+    for work in works:
+        work.wait()
+
+
 def check_of_exposed(rate: float, size: int) -> dict[str, Any]:
     """What this file calls exposed, where it is known: `size` bytes go from each rank to the others together."""
     world = dist.get_world_size()
@@ -149,7 +160,7 @@ def check_of_exposed(rate: float, size: int) -> dict[str, Any]:
     for _ in range(7):
         dist.barrier()
         before = Moment.now()
-        overlap_priority.launch(out, x, group, receives_first=True)()
+        send_to_all(out, x, group)
         steps.append(Step.between(before, Moment.now()))
     each = [s.exposed_ms for s in steps]
     return {
@@ -266,7 +277,6 @@ def section_single(args: argparse.Namespace, shape: collisions.Shape) -> dict[st
 SECTIONS = {
     "train": section_train,
     "single": section_single,
-    "priority": lambda args, shape: overlap_priority.section_priority(args, say),
 }
 
 
