@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +60,6 @@ class Times:
     exposed: np.ndarray
     straggler: np.ndarray
     end: np.ndarray  # of each step
-    log: list[tuple[float, int, str]] = field(default_factory=list)  # optional log of events
 
     def step(self) -> np.ndarray:
         return np.diff(self.end, axis=0, prepend=0.0)
@@ -94,10 +93,10 @@ class _Port:
 class _Flight:
     """One transfer of one batch."""
 
-    __slots__ = ("kind", "name", "unsent", "last", "taken_in", "ready", "waiting")
+    __slots__ = ("kind", "unsent", "last", "taken_in", "ready", "waiting")
 
-    def __init__(self, name: str, kind: Transfer, ranks: int) -> None:
-        self.name, self.kind = name, kind
+    def __init__(self, kind: Transfer, ranks: int) -> None:
+        self.kind = kind
         self.unsent, self.last = ranks, -1.0  # ranks that have not sent; launch time of the last one
         self.taken_in, self.ready = [False] * ranks, [False] * ranks
         self.waiting: dict[int, float] = {}  # rank: start of its wait
@@ -109,14 +108,13 @@ _COMPUTED, _PORT, _READY = range(3)
 class Simulation:
     """`work`: seconds of compute, [steps, ranks, 2]: proportional to tokens and to squared tokens."""
 
-    def __init__(self, program: Program, transfers: dict[str, Transfer], work: np.ndarray, log: bool = False) -> None:
+    def __init__(self, program: Program, transfers: dict[str, Transfer], work: np.ndarray) -> None:
         self.program, self.transfers, self.work = list(program), transfers, work.tolist()
         self.steps, self.ranks = work.shape[:2]
         # Lists: scalar arithmetic in NumPy is several times slower.
         self._compute, self._exposed, self._straggler, self._end = (
             [[0.0] * self.ranks for _ in range(self.steps)] for _ in range(4)
         )
-        self._log: list[tuple[float, int, str]] | None = [] if log else None
         self._heap: list[tuple[float, int, int, int, Any]] = []
         self._number = 0
         self._place = [(0, 0)] * self.ranks  # step, and index into the program
@@ -146,15 +144,11 @@ class Simulation:
             step, at = self._place[stuck[0]]
             raise RuntimeError(f"rank {stuck[0]} waits forever in step {step}: {self.program[at - 1]}")
         compute, exposed, straggler = (np.array(x) for x in (self._compute, self._exposed, self._straggler))
-        return Times(compute, exposed, straggler, np.array(self._end), self._log or [])
+        return Times(compute, exposed, straggler, np.array(self._end))
 
     def _push(self, when: float, kind: int, who: int, what: Any) -> None:
         self._number += 1
         heapq.heappush(self._heap, (when, self._number, kind, who, what))
-
-    def _say(self, now: float, rank: int, what: str) -> None:
-        if self._log is not None:
-            self._log.append((now, rank, what))
 
     # -- ranks -----------------------------------------------------------------------------------------------------
 
@@ -164,8 +158,6 @@ class Simulation:
         while step < self.steps:
             if at == len(self.program):
                 self._end[step][rank] = now
-                if self._log is not None:
-                    self._say(now, rank, f"step {step} ends")
                 step, at = step + 1, 0
                 self._place[rank] = (step, at)
                 continue
@@ -191,8 +183,6 @@ class Simulation:
         if flight is None or flight.ready[rank]:  # not launched: the first batch has no early rows
             return True
         flight.waiting[rank] = now
-        if self._log is not None:
-            self._say(now, rank, f"waits for {what} {batch}")
         return False
 
     def _speed(self, rank: int) -> float:
@@ -218,7 +208,6 @@ class Simulation:
     def _computed(self, rank: int, now: float) -> None:
         self._computing[rank] = False
         self._compute[self._place[rank][0]][rank] += now - self._began[rank]
-        self._say(now, rank, "computed")
         self._go_on(rank, now)
 
     # -- transfers -------------------------------------------------------------------------------------------------
@@ -229,12 +218,10 @@ class Simulation:
             return
         flight = self._flights.get((what, batch))
         if flight is None:
-            flight = self._flights[what, batch] = _Flight(f"{what} {batch}", self.transfers[what], self.ranks)
+            flight = self._flights[what, batch] = _Flight(self.transfers[what], self.ranks)
             for receiver in range(self.ranks):
                 self._carry(1, receiver, into[batch][receiver], flight, now)
         flight.last = now
-        if self._log is not None:
-            self._say(now, rank, f"launches {flight.name}")
         if flight.kind.tax:
             self._set_taxes(rank, now, add=flight.kind.tax)
         self._carry(0, rank, out[batch][rank], flight, now)
@@ -276,8 +263,6 @@ class Simulation:
 
     def _arrived(self, flight: _Flight, rank: int, now: float) -> None:
         flight.ready[rank] = True
-        if self._log is not None:
-            self._say(now, rank, f"has {flight.name}")
         if flight.kind.tax:
             self._set_taxes(rank, now, remove=flight.kind.tax)
         since = flight.waiting.pop(rank, None)
