@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from freescale import config
 from freescale.views import page, profile, records, timeline
-from freescale.views.records import named_graphs
+from freescale.views.records import named_graphs, pass_diffs
 from freescale.views.summary import summarize, text_report
 from freescale.views.timeline import text_timeline
 
@@ -47,7 +46,7 @@ def explain(args: argparse.Namespace) -> int:
         return _refuse("explain expects a command: python -m freescale explain -- torchrun train.py")
     with tempfile.TemporaryDirectory(prefix="freescale-explain-") as folder:
         try:
-            code = subprocess.run(command, env=config.environment(record=folder), check=False).returncode
+            code = subprocess.run(command, env={**os.environ, "FREESCALE_RECORD": folder}, check=False).returncode
         except OSError as error:
             return _refuse(f"cannot run {command[0]}: {error.strerror or error}")
         if code:
@@ -67,13 +66,10 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def _text_diffs(name: str, graph: dict[str, Any]) -> str:
-    texts, found = graph.get("texts", {}), ""
-    names = list(texts)
-    for before, after in zip(names[:-1], names[1:], strict=True):
-        a, b = texts[before].splitlines(), texts[after].splitlines()
+    found = ""
+    for after, lines in pass_diffs(graph.get("texts", {})):
         title = f"{name}, {graph['direction']}, {after}"
-        lines = difflib.unified_diff(a, b, f"before {title}", f"after {title}", lineterm="", n=2)
-        found += "".join(f"{line}\n" for line in lines)
+        found += "\n".join([f"--- before {title}", f"+++ after {title}", *lines, ""])
     return f"\n{found}" if found else ""
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from freescale.views.records import PARTS, Run, compilations, lacks_late_gradients, mean, named_graphs, settled
+from freescale.views.records import (
+    PARTS,
+    Run,
+    compilations,
+    lacks_late_gradients,
+    mean,
+    named_graphs,
+    pass_diffs,
+    settled,
+)
 from freescale.views.summary import (
     CLASSES,
     MEANING,
@@ -20,13 +28,14 @@ from freescale.views.summary import (
 )
 from freescale.views.timeline import lanes_of_graphs
 
-LEFT, RIGHT, ROW, TOP = 150, 70, 24, 24
+WIDTH, LEFT, RIGHT, ROW, TOP = 900, 150, 70, 24, 24
+AREA_HEIGHT = 220
 
 
-def stacked_bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str, width: int = 900) -> str:
+def stacked_bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str) -> str:
     """One bar per row: (name, [(class, value), ...]), all on one scale."""
     longest = max((sum(v for _, v in parts) for _, parts in rows), default=0.0) or 1.0
-    scale, height = (width - LEFT - RIGHT) / longest, TOP + ROW * len(rows)
+    scale, height = (WIDTH - LEFT - RIGHT) / longest, TOP + ROW * len(rows)
     shapes = []
     for i, (name, parts) in enumerate(rows):
         x, y = float(LEFT), TOP + ROW * i
@@ -37,20 +46,18 @@ def stacked_bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: 
             shapes.append(_rect(kind, x, y + 3, size, ROW - 7, title))
             x += size
         shapes.append(f'<text x="{x + 6:.1f}" y="{y + 15}">{sum(v for _, v in parts):.4g}</text>')
-    return _svg(width, height, [f'<text x="{LEFT}" y="14" class="dim">{escape(unit)}</text>', *shapes])
+    return _svg(height, [f'<text x="{LEFT}" y="14" class="dim">{escape(unit)}</text>', *shapes])
 
 
-def stacked_area(
-    layers: Sequence[tuple[str, Sequence[float]]], unit: str, ends: tuple[str, str], width: int = 900, height: int = 220
-) -> str:
+def stacked_area(layers: Sequence[tuple[str, Sequence[float]]], unit: str, ends: tuple[str, str]) -> str:
     """Layers over time: (class, values), lowest first. `ends`: labels of the first and last value."""
     count = len(layers[0][1]) if layers else 0
     if not count:
         return ""
-    bottom = height - 22
+    bottom, right = AREA_HEIGHT - 22, WIDTH - 20
     tops = [0.0] * count
     highest = max(sum(values[i] for _, values in layers) for i in range(count)) or 1.0
-    xs = [LEFT / 2 + (width - LEFT / 2 - 20) * (i + 0.5) / count for i in range(count)]
+    xs = [LEFT / 2 + (right - LEFT / 2) * (i + 0.5) / count for i in range(count)]
 
     def y(value: float) -> float:
         return bottom - (bottom - TOP) * value / highest
@@ -65,36 +72,36 @@ def stacked_area(
             under, over = [(x - 10, low), (x + 10, low)], [(x - 10, high), (x + 10, high)]
         points = " ".join(f"{x:.1f},{v:.1f}" for x, v in [*under, *reversed(over)])
         shapes.append(f'<polygon class="{kind}" points="{points}"><title>{escape(kind)}</title></polygon>')
-    shapes.append(f'<line class="axis" x1="{LEFT / 2}" y1="{bottom}" x2="{width - 20}" y2="{bottom}"/>')
-    shapes.append(f'<text x="{LEFT / 2}" y="{height - 4}" class="dim">{escape(ends[0])}</text>')
-    shapes.append(f'<text x="{width - 20}" y="{height - 4}" class="dim" text-anchor="end">{escape(ends[1])}</text>')
-    return _svg(width, height, shapes)
+    shapes.append(f'<line class="axis" x1="{LEFT / 2}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
+    shapes.append(f'<text x="{LEFT / 2}" y="{AREA_HEIGHT - 4}" class="dim">{escape(ends[0])}</text>')
+    shapes.append(f'<text x="{right}" y="{AREA_HEIGHT - 4}" class="dim" text-anchor="end">{escape(ends[1])}</text>')
+    return _svg(AREA_HEIGHT, shapes)
 
 
-def lanes(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]], unit: str, width: int = 900) -> str:
+def lanes(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]], unit: str) -> str:
     """Lanes over time: (name, [(begin, end, class, label), ...])."""
     end = max((e for _, blocks in rows for _, e, _, _ in blocks), default=0.0) or 1.0
-    scale, height = (width - LEFT - 20) / end, TOP + (ROW + 6) * len(rows) + 20
+    right, height = WIDTH - 20, TOP + (ROW + 6) * len(rows) + 20
+    scale = (right - LEFT) / end
     shapes = []
     for i, (name, blocks) in enumerate(rows):
         y = TOP + (ROW + 6) * i
         shapes.append(f'<text x="{LEFT - 8}" y="{y + 16}" text-anchor="end">{escape(name)}</text>')
-        shapes.append(f'<line class="axis" x1="{LEFT}" y1="{y + ROW}" x2="{width - 20}" y2="{y + ROW}"/>')
+        shapes.append(f'<line class="axis" x1="{LEFT}" y1="{y + ROW}" x2="{right}" y2="{y + ROW}"/>')
         for begin, until, kind, label in blocks:
             title = f"<title>{escape(label)}: {begin:.4g} to {until:.4g} {unit}</title>"
             size = max((until - begin) * scale, 1.5)
             shapes.append(_rect(kind, LEFT + begin * scale, y + 2, size, ROW - 3, title))
-    end_at = f'x="{width - 20}" y="{height - 4}" text-anchor="end"'
-    shapes.append(f'<text {end_at} class="dim">{end:.4g} {escape(unit)}</text>')
-    return _svg(width, height, shapes)
+    shapes.append(f'<text x="{right}" y="{height - 4}" text-anchor="end" class="dim">{end:.4g} {escape(unit)}</text>')
+    return _svg(height, shapes)
 
 
 def _rect(kind: str, x: float, y: float, width: float, height: float, title: str) -> str:
     return f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}">{title}</rect>'
 
 
-def _svg(width: int, height: float, shapes: list[str]) -> str:
-    return f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(shapes)}</svg>'
+def _svg(height: float, shapes: list[str]) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(shapes)}</svg>'
 
 
 _RANKS = 32  # max bars
@@ -104,8 +111,6 @@ _STYLE = """
 :root{color-scheme:light dark;--ink:#1c2024;--dim:#60666c;--paper:#fff;--line:#d4d8dc;--compute:#8fb4d9;
 --exposed:#d2493c;--loader:#e0a030;--straggler:#9a68c0;--host_bound:#7d8a4a;--urgent:#d2493c;--early:#3c8d6e;--late:#4a74c9;
 --dense:#b07d2b}
-
-
 @media(prefers-color-scheme:dark){:root{--ink:#e6e8ea;--dim:#9aa2a9;--paper:#16191c;--line:#3a4046;--compute:#39618a}}
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1000px;margin:2em auto;
 padding:0 1em}
@@ -119,11 +124,11 @@ pre{overflow-x:auto;font-size:12px;line-height:1.35;border:1px solid var(--line)
 """ + "".join(f".{c}{{fill:var(--{c})}}i.{c}{{background:var(--{c})}}" for c in (*PARTS, *CLASSES))
 
 
-def page(run: Run, about: str = "report") -> str:
+def page(run: Run) -> str:
     s = summarize(run)
     first = f"<p><b>{escape(' '.join(s['verdict']))}</b></p>" if s["verdict"] else ""
     parts = [first, _head(s), _shares(s), _over_time(run, s), _traffic(s), _balance(s), _graphs(run, s)]
-    return _document(f"freescale {about}: run {s['run']}", parts)
+    return _document(f"freescale report: run {s['run']}", parts)
 
 
 def explain_page(run: Run) -> str:
@@ -131,7 +136,7 @@ def explain_page(run: Run) -> str:
     return _document(f"freescale explain: run {s['run']}", [_head(s), _graphs(run, s, open_texts=True)])
 
 
-def _head(s) -> str:
+def _head(s: dict[str, Any]) -> str:
     return f"<p>{escape(' '.join(head_lines(s)))}</p>"
 
 
@@ -142,6 +147,17 @@ def _document(title: str, parts: list[str]) -> str:
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
         f"<body><h1>{escape(title)}</h1>{body}</body></html>\n"
     )
+
+
+def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """The last column is aligned to the right."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        *first, last = map(escape, cells)
+        left = "".join(f"<{tag}>{cell}</{tag}>" for cell in first)
+        return f'<tr>{left}<{tag} class="n">{last}</{tag}></tr>'
+
+    return f"<table>{row(head, 'th') if head else ''}{''.join(row(cells, 'td') for cells in rows)}</table>"
 
 
 def _key(names: dict[str, str]) -> str:
@@ -155,18 +171,12 @@ def _shares(s: dict[str, Any]) -> str:
     ranks = sorted(s["ranks"].items(), key=lambda item: -item[1]["compute"])[:_RANKS]
     parts = shown_parts(s)
     bars = [(f"rank {n}", [(part, r[part] * 1e3) for part in parts]) for n, r in sorted(ranks)]
-    rows = "".join(
-        f'<tr><td>{escape(MEANING[part])}</td><td class="n">{s["shares"][part]:.1%}</td></tr>' for part in parts
-    )
-    waits = "".join(
-        f'<tr><td>{escape(name)}</td><td class="n">{milliseconds(seconds)}</td></tr>'
-        for name, seconds in s["waits"].items() if seconds > 0
-    )  # fmt: skip
+    shares = _table((MEANING[part], f"{s['shares'][part]:.1%}") for part in parts)
+    waits = _table((name, milliseconds(seconds)) for name, seconds in s["waits"].items() if seconds > 0)
     chart = _key({part: MEANING[part] for part in parts}) + stacked_bars(bars, "ms")
     return (
         f"<h2>Step time breakdown</h2><p>Median step {milliseconds(s['median_step_seconds'])}, excluding the first "
-        f"steps, which compile. Means per rank.</p>{chart}"
-        f"<table>{rows}</table><p>Waits per step and rank, mean:</p><table>{waits}</table>"
+        f"steps, which compile. Means per rank.</p>{chart}{shares}<p>Waits per step and rank, mean:</p>{waits}"
     )
 
 
@@ -226,8 +236,8 @@ def _graphs(run: Run, s: dict[str, Any], open_texts: bool = False) -> str:
     for (_, graph), entry in zip(named_graphs(record.graph), s["graphs"], strict=True):
         came, exchanges = graph_lines(entry)
         found.append(f"<h3>{escape(came)}</h3>")
-        sites = "".join(f'<tr><td>{escape(n)}</td><td class="n">{c}</td></tr>' for n, c in entry["sites"].items())
-        found.append(f"<p>{escape(exchanges)}.</p><table>{sites}</table>")
+        sites = _table((name, str(count)) for name, count in entry["sites"].items())
+        found.append(f"<p>{escape(exchanges)}.</p>{sites}")
         found += [f"<p>{escape(why)}</p>" for why in entry["refused"]]
         found.append(_launches(entry["timeline"]))
         found.append(_diffs(graph.get("texts", {}), open_texts))
@@ -238,24 +248,18 @@ def _launches(timeline: list[dict[str, Any]]) -> str:
     launches = [e for e in timeline if e["do"] == "launch"]
     if not launches:
         return ""
-    cells = (
-        f"<tr><td>{escape(e['what'])}</td><td>{escape(e['kind'])}</td><td class='n'>{size(e['bytes'])}</td></tr>"
-        for e in launches
-    )
+    cells = ((e["what"], e["kind"], size(e["bytes"])) for e in launches)
     none_yet = "<p>The traced first step has no late gradients; later steps have some.</p>"
     note = none_yet if lacks_late_gradients(timeline) else ""
-    head = "<tr><th>launch</th><th>kind</th><th class='n'>bytes in the traced batch</th></tr>"
-    return f"<table>{head}{''.join(cells)}</table>{note}"
+    return _table(cells, ("launch", "kind", "bytes in the traced batch")) + note
 
 
 def _diffs(texts: dict[str, str], opened: bool) -> str:
-    names, found = list(texts), []
-    for before, after in zip(names[:-1], names[1:], strict=True):
-        lines = list(difflib.unified_diff(texts[before].splitlines(), texts[after].splitlines(), lineterm="", n=2))[2:]
-        if lines:
-            colored = "\n".join(_line(line) for line in lines)
-            found.append(f"<details{' open' * opened}><summary>{escape(after)}</summary><pre>{colored}</pre></details>")
-    return "".join(found)
+    found = ""
+    for after, lines in pass_diffs(texts):
+        colored = "\n".join(map(_line, lines))
+        found += f"<details{' open' * opened}><summary>{escape(after)}</summary><pre>{colored}</pre></details>"
+    return found
 
 
 def _line(line: str) -> str:

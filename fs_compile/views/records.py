@@ -6,10 +6,12 @@ and line."""
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,7 @@ def straggling(busy: float, waited: float, at_begin: float, longest_busy: float 
 
 
 TICK = 1e-7  # seconds per unit of a step's times
-KINDS = ("start", "graph", "step", "plan", "balance", "end")
-_NEEDED = {
+_NEEDED = {  # by kind of line
     "start": ("run", "rank", "world", "at"),
     "graph": ("compilation", "direction", "exchanges", "sites", "refused", "seconds", "from_cache"),
     "step": ("step", "seconds", "at", "launches", *PARTS),
@@ -166,8 +167,8 @@ def read_rank(path: Path) -> RankRecord:
 
 def _check(path: Path, number: int, entry: dict[str, Any]) -> None:
     kind = entry.get("kind")
-    if kind not in KINDS:
-        raise RecordError(f"{path}, line {number}: field 'kind' is {kind!r}; expected one of {', '.join(KINDS)}")
+    if kind not in _NEEDED:
+        raise RecordError(f"{path}, line {number}: field 'kind' is {kind!r}; expected one of {', '.join(_NEEDED)}")
     for name in _NEEDED[kind]:
         if name not in entry:
             raise RecordError(f"{path}, line {number}: a line of kind {kind!r} is missing the field {name!r}")
@@ -233,6 +234,14 @@ def compilations(graphs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
 def named_graphs(graphs: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """Each graph with the name of its compilation, grouped by compilation."""
     return [(name, graph) for name, of_one in compilations(graphs).items() for graph in of_one]
+
+
+def pass_diffs(texts: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Each pass that changed a graph, and the lines of a unified diff. `texts`: the graph after each pass."""
+    for before, after in pairwise(texts):
+        lines = list(difflib.unified_diff(texts[before].splitlines(), texts[after].splitlines(), lineterm="", n=2))
+        if lines:
+            yield after, lines[2:]
 
 
 def lacks_late_gradients(timeline: list[dict[str, Any]]) -> bool:
