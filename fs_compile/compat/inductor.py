@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -243,15 +243,6 @@ def keep_unused(ops: Iterable[torch._ops.OpOverload]) -> None:
     """Keep calls of these ops in a graph even if their results are unused."""
     for op in ops:
         torch.fx.node.has_side_effect(op)
-
-
-@contextlib.contextmanager
-def fresh_caches() -> Iterator[None]:
-    """No compiled code is read from or written to torch's caches."""
-    from torch._inductor.utils import fresh_cache
-
-    with fresh_cache():
-        yield
 
 
 def backport_empty_grids() -> None:

@@ -1,22 +1,20 @@
 """All private names of torch and other libraries that freescale uses, in one table.
 
 A new release can break only this folder. tests/compile/test_compat.py checks the table on every supported version,
-`python -m freescale doctor` on the installed one. The other tests check behavior, except for two behaviors checked here
-because no test would show them.
+`python -m freescale doctor` on the installed one. Tests check behavior.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
 import torch
 
-from freescale.compat import distributed, dynamo, dynamo_settings, kernel_launches, nixl, version
+from freescale.compat import dynamo_settings, kernel_launches, nixl, version
 
 # Location -> required names: attributes; for a class also names in its methods; for a function also its parameters and
 # names in its code. `a|b`: one of the two.
@@ -57,7 +55,6 @@ TORCH: Names = {
     "torch._inductor.output_code:CompiledFxGraph": "_fx_graph_cache_key compiled_fn_runner current_callable",
     "torch._inductor.runtime.cache_dir_utils": "cache_dir",
     "torch._inductor.runtime.triton_heuristics:Grid2DWithYZOverflow": "generate",
-    "torch._inductor.utils": "fresh_cache",
     "torch._inductor.virtualized:V": "fake_mode",
     "torch._library.custom_ops:CustomOpDef.__init__": "_backend_fns _qualname",
     "torch._logging": "trace_structured",
@@ -79,13 +76,13 @@ TORCH: Names = {
     "torch.fx.experimental.symbolic_shapes:ShapeGuard": "expr",
     "torch.fx.graph": "_BoxedCodeGen",
     "torch.fx.node": "has_side_effect",
-    "torch.nn:Module": "_compiled_call_impl _forward_hooks _forward_pre_hooks",
+    "torch.nn:Module": "_compiled_call_impl",
     "torch.nn.parallel:DistributedDataParallel": "_build_params_for_reducer "
     "_set_params_and_buffers_to_ignore_for_model parameters_to_ignore",
     "torch.utils._ordered_set": "OrderedSet",
     "torch.utils._python_dispatch": "_disable_current_modes",
 }
-CUDA: Names = {"torch:_C": "_cuda_getCurrentRawStream _cuda_getDevice"}
+CUDA: Names = {"torch._C": "_cuda_getCurrentRawStream _cuda_getDevice"}
 LAUNCHER: Names = {
     "torch._inductor.runtime.static_triton_launcher:StaticallyLaunchedCudaKernel.run": "_launch_kernel arg_tys "
     "function has_global_scratch num_warps shared",
@@ -136,12 +133,9 @@ def self_test() -> None:
     """Raise if a name is missing. Cheap; needs no process group and no GPU."""
     version.require_supported()
     for library, released, names in _installed():
-        gone = missing(names)
-        if gone:
+        if gone := missing(names):
             beside = "" if library == "torch" else f" (with torch {torch.__version__})"
             raise RuntimeError(f"{library} {released}{beside} lacks names that freescale uses: {', '.join(gone)}")
-    for behavior in (_order_at_the_end_of_a_backward_pass, _autograd_inside_op):
-        behavior()
 
 
 def missing(names: Names) -> list[str]:
@@ -182,49 +176,15 @@ def _mentioned_by(found: Any) -> set[str]:
 
 def _installed() -> Iterator[tuple[str, str | None, Names]]:
     """Each library that can be imported here, its version and its table."""
-    yield "torch", torch.__version__, TORCH
-    if torch.backends.cuda.is_built():
-        yield "torch", torch.__version__, CUDA
-    if kernel_launches.needed():
-        yield "torch", torch.__version__, LAUNCHER
-    libraries = (
-        ("triton", "triton", TRITON),
-        ("fbgemm", "fbgemm_gpu.split_table_batched_embeddings_ops_training", FBGEMM),
-        ("torchrec", "torchrec.distributed.embedding", TORCHREC),
-    )
-    for library, module, names in libraries:
+    cuda = CUDA if torch.backends.cuda.is_built() else {}
+    launcher = LAUNCHER if kernel_launches.needed() else {}
+    yield "torch", torch.__version__, TORCH | cuda | launcher
+    for library, names in (("triton", TRITON), ("fbgemm_gpu", FBGEMM), ("torchrec", TORCHREC)):
         try:
-            package = importlib.import_module(module)
+            importlib.import_module(next(iter(names)).partition(":")[0])  # a package may be there without its library
+            package = importlib.import_module(library)
         except ImportError:
             continue
-        package = importlib.import_module(module.partition(".")[0])
         yield library, getattr(package, "__version__", ""), names
     if not nixl.missing_reason():
         yield "nixl", nixl.version(), NIXL
-
-
-def _order_at_the_end_of_a_backward_pass() -> None:
-    calls: list[str] = []
-
-    def begin() -> Callable[[], None]:
-        calls.append("begin")
-        return lambda: calls.append("end")
-
-    def hook(grad: torch.Tensor) -> None:
-        distributed.around_end_of_backward(begin)
-        queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
-        queue(lambda: calls.append("between"))
-
-    x = torch.zeros(1, requires_grad=True)
-    x.register_hook(hook)
-    with torch.enable_grad():
-        x.sum().backward()
-    if calls != ["begin", "between", "end"]:
-        raise RuntimeError(f"torch {torch.__version__} runs callbacks in another order after backward: {calls}")
-
-
-def _autograd_inside_op() -> None:
-    with torch.inference_mode(), dynamo.autograd_inside_op():
-        works = (torch.zeros(1, requires_grad=True) * 2).requires_grad
-    if not works:
-        raise RuntimeError(f"torch {torch.__version__} does not support autograd inside an op in inference mode")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from freescale.compat import nixl, nn_modules, probes, triton_launch
+from freescale.compat import distributed, dynamo, nixl, nn_modules, probes, triton_launch
 from freescale.compat.version import SUPPORTED, torch_version
 from freescale.kernels.transports import selection
 
@@ -19,6 +19,28 @@ def test_torch_is_a_supported_one():
 
 def test_self_test_passes():
     probes.self_test()
+
+
+def test_order_at_the_end_of_a_backward_pass():
+    calls = []
+
+    def begin():
+        calls.append("begin")
+        return lambda: calls.append("end")
+
+    def hook(grad):
+        distributed.around_end_of_backward(begin)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: calls.append("between"))  # as DDP does
+
+    x = torch.zeros(1, requires_grad=True)
+    x.register_hook(hook)
+    x.sum().backward()
+    assert calls == ["begin", "between", "end"]
+
+
+def test_autograd_inside_an_op_in_inference_mode():
+    with torch.inference_mode(), dynamo.autograd_inside_op():
+        assert (torch.zeros(1, requires_grad=True) * 2).requires_grad
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.16.0.dev20260101+cpu", "3.0.0"])

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache
 
 import freescale.passes
 from fake_world import graphs_of
@@ -30,7 +31,7 @@ from repo import ROOT
 def fresh():
     torch._dynamo.reset()
     driver._warned.clear()
-    with inductor.fresh_caches():
+    with fresh_cache():
         yield
     torch._dynamo.reset()
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fake_world import fake_world, golden_text, graphs_of
-from freescale.compat import inductor
 from freescale.config import Config
 from freescale.passes import node_cost
 from freescale.passes.bucket_gradients import bucket_gradients
@@ -48,7 +48,7 @@ def _train(codegen: str, gbps: float, rank: int = 0) -> list[str]:
     options = {"codegen": codegen, "link_gbps": gbps, "dense": "allreduce", "strict": True, **TWO_EACH}
     keep = mock.patch("torch._inductor.graph.GraphLowering.save_output_code", staticmethod(codes.append))
     with fake_world(rank, 4), mock.patch.object(node_cost, "machine", lambda device: SLOW), keep:
-        with inductor.fresh_caches():
+        with fresh_cache():
             torch.manual_seed(0)
             run = torch.compile(Tower(), backend="freescale", fullgraph=True, options=options)
             run(torch.randint(0, 300, (200,), generator=torch.Generator().manual_seed(0))).backward()

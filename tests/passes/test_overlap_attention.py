@@ -13,11 +13,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fake_world import fake_world, golden_text, graphs_of
-from freescale.compat import inductor, version
+from freescale.compat import version
 from freescale.config import Config
 from freescale.passes import node_cost
 from freescale.passes.find_exchanges import find_exchanges
@@ -68,7 +69,7 @@ def _train(codegen: str, gbps: float, machine: node_cost.MachineSpeed = SLOW) ->
 
 
 def _planned_graphs(gbps: float) -> dict[tuple[str, str], str]:
-    with inductor.fresh_caches():
+    with fresh_cache():
         return graphs_of(lambda: _train("eager", gbps))
 
 
@@ -367,7 +368,7 @@ def _calls(code: str) -> list[str]:
 def _generated() -> list[list[list[str]]]:
     """On a fast link and on a slow one: other graphs of the same kernels, which are compiled once."""
     found = []
-    with inductor.fresh_caches():
+    with fresh_cache():
         for gbps in (100.0, 0.001):
             torch._dynamo.reset()
             found.append([_calls(code) for code in _train("inductor", gbps)])
