@@ -138,7 +138,7 @@ class _Owners:
     """Current owners of a tensor's gradient other than the graph."""
 
     def __init__(self) -> None:
-        modules = nn_modules.live_modules((nn.Module,))
+        modules = nn_modules.live_objects(nn.Module)
         sharded = [m for m in modules if isinstance(m, NativeTables) or torchrec.is_sharded_module(m)]
         wrappers = [m for m in modules if isinstance(m, DistributedDataParallel)]
         self._of_tables = {id(p) for m in sharded for p in m.parameters()}
@@ -208,13 +208,8 @@ _watched = dense_parameters.TensorSet()
 
 def _parameters_beside(marked: list[ParameterInput]) -> list[tuple[str, nn.Parameter]]:
     """The other trainable parameters of all modules that contain the marked ones."""
-    modules = nn_modules.live_modules((nn.Module,))
+    modules = nn_modules.live_objects(nn.Module)
     ids = {id(p.tensor) for p in marked}
-    around = {id(m) for m in modules if any(id(p) in ids for p in m._parameters.values())}
-    while True:
-        more = {id(m) for m in modules if any(id(c) in around for c in m._modules.values())} - around
-        if not more:
-            break
-        around |= more
-    found = {id(p): (n, p) for m in modules if id(m) in around for n, p in m.named_parameters() if p.requires_grad}
+    around = [m for m in modules if any(id(p) in ids for part in m.modules() for p in part._parameters.values())]
+    found = {id(p): (n, p) for m in around for n, p in m.named_parameters() if p.requires_grad}
     return [(n, p) for i, (n, p) in found.items() if i not in ids]

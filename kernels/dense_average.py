@@ -114,7 +114,7 @@ class ParameterError:
     def _find_optimizer(self) -> None:
         """Find the parameter's optimizer if it was created, and perhaps loaded, before the first step."""
         parameter = None if self.parameter is None else self.parameter()
-        for optimizer in nn_modules.live_optimizers() if parameter is not None else ():
+        for optimizer in nn_modules.live_objects(torch.optim.Optimizer) if parameter is not None else ():
             if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
                 self.optimizer = weakref.ref(optimizer)
 

@@ -10,14 +10,18 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 from torch._dynamo import eval_frame
 from torch.nn.parallel import DistributedDataParallel
 
+from freescale.compat import dynamo_settings
+
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def is_compiled(x: Any) -> bool:
@@ -49,7 +53,7 @@ def called_past_compile() -> torch.nn.Module | None:
             if sys.version_info < (3, 13):
                 values.clear()  # a snapshot that would keep the frame's tensors alive
             compiled = isinstance(module, torch.nn.Module) and compiled_in_place(module)
-            found = module if compiled and _backend_name(module) == "freescale" else found
+            found = module if compiled and _is_ours(_callback_of(module)) else found
         frame = frame.f_back  # type: ignore[assignment]
     return found
 
@@ -89,11 +93,6 @@ class AroundCompiledCall:
             self._module._compiled_call_impl = self._compiled
 
 
-def backend_of(compiled: Any) -> Any:
-    """The backend function of what torch.compile returned."""
-    return backend_function(compiled.dynamo_ctx.callback)
-
-
 def backend_function(callback: Any) -> Any:
     """The backend function inside Dynamo's callback."""
     fn = _unwrapped(callback)
@@ -120,9 +119,11 @@ def load_eager_checkpoints(backend: Callable[..., Any]) -> None:
         return
     save, load, load_own = wrapper.state_dict, wrapper.load_state_dict, wrapper._load_from_state_dict
 
+    def is_ours(self: Any) -> bool:
+        return backend_function(self.dynamo_ctx.callback) is backend
+
     def for_itself(self: Any) -> bool:
-        own = type(self._orig_mod).state_dict is not torch.nn.Module.state_dict
-        return own and backend_of(self) is backend
+        return type(self._orig_mod).state_dict is not torch.nn.Module.state_dict and is_ours(self)
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._orig_mod.state_dict(*args, **kwargs) if for_itself(self) else save(self, *args, **kwargs)
@@ -136,7 +137,7 @@ def load_eager_checkpoints(backend: Callable[..., Any]) -> None:
         return self._orig_mod.load_state_dict(found, strict=strict, **({"assign": True} if assign else {}))
 
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
-        if backend_of(self) is backend:
+        if is_ours(self):
             eager = [k for k in state_dict if k.startswith(prefix) and not k.startswith(prefix + _PREFIX)]
             for key in eager:
                 state_dict[prefix + _PREFIX + key[len(prefix) :]] = state_dict.pop(key)
@@ -152,11 +153,11 @@ def options_of(compiled: Any) -> dict[str, Any]:
 
     `compiled`: what torch.compile returned, or a module compiled in place, or one whose forward was compiled.
     """
-    context = _context_of(compiled)
-    return {} if context is None else _options_of_backend(context.callback)
+    return _options_of_backend(_callback_of(compiled))
 
 
-def _context_of(compiled: Any) -> Any:
+def _callback_of(compiled: Any) -> Any:
+    """Dynamo's callback; None if torch.compile did not return it."""
     found: Any
     for found in (getattr(compiled, "_compiled_call_impl", None), compiled, getattr(compiled, "forward", None)):
         context = getattr(found, "dynamo_ctx", None)
@@ -164,13 +165,8 @@ def _context_of(compiled: Any) -> Any:
             cells = [cell.cell_contents for cell in found.get_compiler_config.__closure__ or ()]
             context = next((c for c in cells if hasattr(c, "callback")), None)
         if context is not None:
-            return context
+            return context.callback
     return None
-
-
-def _backend_name(compiled: Any) -> str:
-    context = _context_of(compiled)
-    return "" if context is None else getattr(_unwrapped(context.callback), "compiler_name", "")
 
 
 def options_while_tracing() -> dict[str, Any]:
@@ -181,10 +177,12 @@ def options_while_tracing() -> dict[str, Any]:
     return _options_of_backend(InstructionTranslator.current_tx().output.compiler_fn) if tracing else {}
 
 
-def _options_of_backend(backend: Any) -> dict[str, Any]:
-    backend = _unwrapped(backend)
-    ours = getattr(backend, "compiler_name", "") == "freescale"
-    return dict(backend.kwargs.get("options") or {}) if ours else {}
+def _is_ours(callback: Any) -> bool:
+    return getattr(_unwrapped(callback), "compiler_name", "") == "freescale"
+
+
+def _options_of_backend(callback: Any) -> dict[str, Any]:
+    return dict(_unwrapped(callback).kwargs.get("options") or {}) if _is_ours(callback) else {}
 
 
 _PART = re.compile(r"\._(?:modules|parameters)\['([^']+)'\]")
@@ -217,9 +215,7 @@ def parameter_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Paramete
 
 def _source_name(node: fx.Node) -> str:
     source = getattr(node, "_dynamo_source", None)
-    if source is None:
-        return ""
-    return source.name() if callable(source.name) else source.name  # a method before 2.13
+    return "" if source is None else dynamo_settings.source_name(source)
 
 
 def _short(source: str) -> str:
@@ -233,14 +229,9 @@ def copy_example(new: fx.Node, old: fx.Node) -> None:
     new.meta.update({k: old.meta[k] for k in ("example_value", "tensor_dict") if k in old.meta})
 
 
-def live_modules(kinds: tuple[type, ...]) -> list[nn.Module]:
-    """All modules of these classes in this process."""
-    return [x for x in gc.get_objects() if issubclass(type(x), kinds)]
-
-
-def live_optimizers() -> list[torch.optim.Optimizer]:
-    """All optimizers in this process."""
-    return [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
+def live_objects(kind: type[T]) -> list[T]:
+    """All objects of this class in this process."""
+    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
 
 def averaged_by_ddp(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
