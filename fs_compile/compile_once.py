@@ -34,7 +34,7 @@ except ImportError:  # not on Windows
 
 log = logging.getLogger(__name__)
 
-_LONGEST_PAUSE = 0.1  # maximum seconds between polls of the file
+_PAUSE = 0.05  # seconds between polls of the file
 _HEAD_START = 3.0  # seconds for the first rank of a host to start
 _FIRST_RANK = "first_rank"  # written next to the locks: the first rank uses this folder, too
 
@@ -50,7 +50,8 @@ def compiling_once(gm: fx.GraphModule, settings: str, seconds: float) -> Iterato
         if not _is_first_rank():
             _give_head_start(file)
         if _lock(file, fcntl.LOCK_EX):
-            _note_beginning(file)
+            with contextlib.suppress(OSError):
+                os.pwrite(file, b"begun", 0)  # the graph is or will be in the cache
         else:
             _wait(file, seconds)
         yield
@@ -93,12 +94,6 @@ def _is_first_rank() -> bool:
     return dist.get_node_local_rank(dist.get_rank() if dist.is_initialized() else 0) == 0
 
 
-def _note_beginning(file: int) -> None:
-    """Note that some process has started: the graph is or will be in the cache."""
-    with contextlib.suppress(OSError):
-        os.pwrite(file, b"begun", 0)
-
-
 _without_first_rank: set[Path] = set()  # folders in which waiting for it timed out
 
 
@@ -107,30 +102,23 @@ def _give_head_start(file: int) -> None:
     folder = _folder()
     if folder in _without_first_rank:
         return
-    end, pauses = time.monotonic() + _HEAD_START, _pauses()
+    end = time.monotonic() + _HEAD_START
     while time.monotonic() < end and os.fstat(file).st_size == 0:  # trying the lock would interfere with the first rank
-        time.sleep(next(pauses))
+        time.sleep(_PAUSE)
     if time.monotonic() >= end and not (folder / _FIRST_RANK).exists():
         _without_first_rank.add(folder)
 
 
 def _wait(file: int, seconds: float) -> None:
-    start, pauses = time.monotonic(), _pauses()
+    start = time.monotonic()
     log.info("another process of this host is compiling the same graph; waiting for it")
     # Shared lock: all waiters proceed together.
     while not _lock(file, fcntl.LOCK_SH):
         if time.monotonic() - start > seconds:
             log.warning("another process is still compiling the same graph after %.0f s; no longer waiting", seconds)
             return
-        time.sleep(next(pauses))
+        time.sleep(_PAUSE)
     fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _pauses() -> Iterator[float]:
-    pause = 0.005
-    while True:
-        yield pause
-        pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
 def graph_hash(gm: fx.GraphModule, settings: str) -> str:
