@@ -179,30 +179,21 @@ def _examine_tables(facts: Facts) -> None:
     facts.versions["fbgemm"] = _installed_version("fbgemm-gpu") or _installed_version("fbgemm-gpu-cpu")
     native = next((f"no: {m.what}" for m in facts.missing if m.fatal), "yes")
     facts.tables = {"native": native, "TorchRec": "yes" if why is None else f"no: {why}"}
-    fbgemm = f"{_fbgemm_package(facts)}=={wanted_fbgemm}"
+    fbgemm = "fbgemm-gpu" if facts.cuda_devices and platform.machine() == "x86_64" else "fbgemm-gpu-cpu"
+    in_checkout = (Path(freescale.__path__[0]).parent / "Makefile").exists()
     remedy = (
-        f"torchrec {wanted} and fbgemm {wanted_fbgemm} are the releases for torch {torch_minor}: {_make_setup_advice()}"
-        f"pip install {TORCHREC_NEEDS} && pip install --no-deps torchrec=={wanted} {fbgemm}"
+        f"torchrec {wanted} and fbgemm {wanted_fbgemm} are the releases for torch {torch_minor}: "
+        f"{'run `make setup`, or ' if in_checkout else ''}pip install {TORCHREC_NEEDS} && "
+        f"pip install --no-deps torchrec=={wanted} {fbgemm}=={wanted_fbgemm}"
     )
     installed = facts.versions["torchrec"]
     if without and why is not None:
         newest = f"FBGEMM {wanted_fbgemm}, the newest, does not load under torch {facts.versions['torch']}"
         remedy = f"{newest}. For TorchRec: torch {torch_minor}."
-        facts.missing.append(Missing(f"TorchRec: {why}", remedy))
-    elif why is not None:
+    if why is not None:
         facts.missing.append(Missing(f"TorchRec: {why}", remedy))
     elif installed is not None and _minor(installed) != _minor(wanted):
         facts.missing.append(Missing(f"a TorchRec for torch {torch_minor}: this is {installed}", remedy))
-
-
-def _make_setup_advice() -> str:
-    """Advice for a source checkout."""
-    makefile = Path(freescale.__path__[0]).parent / "Makefile"
-    return "run `make setup`, or " if makefile.exists() else ""
-
-
-def _fbgemm_package(facts: Facts) -> str:
-    return "fbgemm-gpu" if facts.cuda_devices and platform.machine() == "x86_64" else "fbgemm-gpu-cpu"
 
 
 def _examine_install(facts: Facts) -> None:
@@ -233,10 +224,9 @@ def _minor(version: str) -> str:
 
 
 def _installed_version(distribution: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def in_words(facts: Facts) -> str:
