@@ -117,8 +117,7 @@ def _flops(node: fx.Node) -> float:
 
     with dynamo.no_modes():
         args, kwargs = fx.map_arg(node.args, sized), fx.map_arg(node.kwargs, sized)
-        out = _with_hinted_sizes(node.meta["val"], lambda shape, v: torch.empty(shape, dtype=v.dtype, device="meta"))
-        return float(flop_registry[target.overloadpacket](*args, **kwargs, out_val=out))
+        return float(flop_registry[target.overloadpacket](*args, **kwargs, out_val=sized(node)))
 
 
 def _with_hinted_sizes(value: Any, make: Callable[[list[int], torch.Tensor], torch.Tensor]) -> Any:

@@ -111,17 +111,7 @@ def outside_inference_mode() -> Iterator[None]:
         yield
 
 
-def runs_outside_inference_mode(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same as a decorator, without cost outside inference mode."""
-
-    @functools.wraps(fn)
-    def call(*args: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return fn(*args)
-        with outside_inference_mode():
-            return fn(*args)
-
-    return call
+runs_outside_inference_mode = outside_inference_mode()  # as a decorator
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -19,18 +19,14 @@ def size_hint(size: Any, fallback: int) -> int:
             return int(node.hint)
         shape_env, size = node.shape_env, node.expr
     elif isinstance(size, sympy.Expr) and size.free_symbols:
-        shape_env = _shape_env()
+        from torch._inductor.virtualized import V
+
+        shape_env = V.fake_mode.shape_env
     else:
         return int(size)
     known, planned = shape_env.backed_var_to_val, dynamo_settings.planned_hints(shape_env)
     values = {s: known.get(s, planned.get(s, fallback)) for s in size.free_symbols}
     return int(size.xreplace({s: sympy.Integer(n) for s, n in values.items()}))
-
-
-def _shape_env() -> Any:
-    from torch._inductor.virtualized import V
-
-    return V.fake_mode.shape_env
 
 
 def expression(size: Any) -> Any:

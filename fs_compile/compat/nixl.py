@@ -6,6 +6,7 @@ that freescale knows about another library.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import logging
@@ -50,10 +51,8 @@ def missing_reason() -> str:
 
 def version() -> str | None:
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name.replace("_", "-"))
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 
@@ -123,10 +122,8 @@ class Agent:
     def close(self) -> None:
         """Abandon pending writes."""
         for peer in self._peers:
-            try:
+            with contextlib.suppress(Exception):  # the agent may be gone already
                 self._agent.remove_remote_agent(peer)
-            except Exception:  # noqa: BLE001, S112  (of an agent that is gone already)
-                continue
         self._agent.deregister_memory(self._memory)
         self._agent = None
 

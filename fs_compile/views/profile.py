@@ -35,14 +35,13 @@ def analyse(path: Path) -> dict[str, Any]:
     if not kernels:
         raise RecordError(f"{path} has no GPU kernels (field 'cat'); profile with ProfilerActivity.CUDA")
     communication = [e for e in kernels if "nccl" in e["name"].lower()]
+    others = [e for e in kernels if "nccl" not in e["name"].lower()]
     by_stream: dict[Any, float] = {}
-    for e in kernels:
-        if "nccl" not in e["name"].lower():
-            by_stream[_stream(e)] = by_stream.get(_stream(e), 0.0) + e["dur"]
-    stream = max(by_stream, key=lambda s: by_stream[s])
-    on_stream = [e for e in kernels + [e for e in events if e.get("cat") in _COPIES] if _stream(e) == stream]
+    for e in others:
+        by_stream[_stream(e)] = by_stream.get(_stream(e), 0.0) + e["dur"]
+    stream = max(by_stream, key=by_stream.__getitem__)
     copies = [e for e in events if e.get("cat") == "gpu_memcpy" and _stream(e) != stream]
-    compute = [e for e in on_stream if e not in communication]
+    compute = [e for e in others + [e for e in events if e.get("cat") in _COPIES] if _stream(e) == stream]
     launches = [e for e in events if e.get("cat") in _LAUNCHES and "correlation" in e.get("args", {})]
     launched = {e["args"]["correlation"]: e["ts"] / 1e6 for e in launches}
     travelling = _union([_span(e) for e in communication + copies])
