@@ -34,13 +34,10 @@ class Assigner:
         self._cost = FittedCost()
         self._measured: list[tuple[np.ndarray, np.ndarray]] = []
         for step in range(-FITTING_STEPS, 0) if balanced else ():
-            self._assign(source.lengths(_seed_of(step)), step)
+            self.assign(step)
 
     def assign(self, step: int) -> Assignment:
-        return self._assign(self.source.lengths(_seed_of(step)), step)
-
-    def _assign(self, lengths: np.ndarray, step: int) -> Assignment:
-        w, moved = self.source.workload, 0.0
+        w, lengths, moved = self.source.workload, self.source.lengths(_seed_of(step)), 0.0
         order, per_rank = np.arange(len(lengths)), np.full(w.ranks, w.batch)
         if self.balanced:
             if len(self._measured) >= PLANNED_AHEAD:

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -112,7 +111,8 @@ def run(args: argparse.Namespace, cluster: Cluster) -> None:
     result["rows"] = [findings.row(o) for o in outcomes]
     if not args.histories:
         result["elsewhere"] = _elsewhere(workload, cluster, progress)
-    swept = {axis: points(axis, workload, cluster, progress) for axis in _axes(args.sweep)}
+    axes = SWEEPS if "all" in args.sweep else dict.fromkeys(args.sweep)
+    swept = {axis: points(axis, workload, cluster, progress) for axis in axes}
     progress.clear()
     for found in swept.values():
         print("", findings.sweep_table(found), sep="\n")
@@ -129,11 +129,7 @@ def run(args: argparse.Namespace, cluster: Cluster) -> None:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
-def _axes(wanted: list[str]) -> tuple[str, ...]:
-    return SWEEPS if "all" in wanted else tuple(dict.fromkeys(wanted))
-
-
-def _elsewhere(workload: Any, cluster: Cluster, progress: Callable[[str], None]) -> dict[str, list[str]]:
+def _elsewhere(workload: Any, cluster: Cluster, progress: Progress) -> dict[str, list[str]]:
     """The same on one host, and with short histories: is it worth it there?"""
     from freescale.simulate import findings
     from freescale.simulate.study import point
@@ -150,7 +146,6 @@ def _elsewhere(workload: Any, cluster: Cluster, progress: Callable[[str], None])
         chosen = [*TORCHREC, *freescale_variants()]
         outcomes = point(axis, value, changed, cluster, progress, chosen).outcomes
         found[name] = [findings.verdict(outcomes), *findings.parts_that_do_not_pay(outcomes)]
-    if isinstance(progress, Progress):
-        progress.clear()
+    progress.clear()
     print("\nelsewhere:", *(f"  {name}: {s}" for name, sentences in found.items() for s in sentences), sep="\n")
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,22 +41,8 @@ class Batch(NamedTuple):
     ids: np.ndarray  # [sum of counts]
 
 
-class Source(Protocol):
-    workload: Workload
-
-    def lengths(self, step: int) -> np.ndarray: ...
-
-    def batch(self, step: int, owners: int) -> Batch:
-        """With the ids of the first `owners` owners."""
-
-
 def _random(seed: int, step: int, what: int) -> np.random.Generator:
     return np.random.default_rng([seed, step, what])
-
-
-def lognormal_lengths(w: Workload, step: int) -> np.ndarray:
-    drawn = _random(w.seed, step, 0).lognormal(math.log(w.median), w.sigma, w.ranks * w.batch)
-    return np.clip(np.rint(drawn), 1, w.cap).astype(np.int64)
 
 
 class Generated:
@@ -65,13 +51,16 @@ class Generated:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         candidates = workload.ranks * workload.batch
-        values = candidates + float(np.mean([lognormal_lengths(workload, step).sum() for step in range(3)]))
+        values = candidates + float(np.mean([self.lengths(step).sum() for step in range(3)]))
         self.exponent = exponent_for(workload.collision, workload.rows, values / workload.ranks, values)
 
     def lengths(self, step: int) -> np.ndarray:
-        return lognormal_lengths(self.workload, step)
+        w = self.workload
+        drawn = _random(w.seed, step, 0).lognormal(math.log(w.median), w.sigma, w.ranks * w.batch)
+        return np.clip(np.rint(drawn), 1, w.cap).astype(np.int64)
 
     def batch(self, step: int, owners: int) -> Batch:
+        """With the ids of the first `owners` owners."""
         w, random, lengths = self.workload, _random(self.workload.seed, step, 1), self.lengths(step)
         values = lengths + 1  # a history and its candidate
         counts = values if owners == w.ranks else random.binomial(values, owners / w.ranks)
@@ -106,6 +95,9 @@ class Recorded:
         planned = ids < -(-self.workload.rows // self.workload.ranks) * owners
         sample = np.repeat(np.arange(len(lengths)), lengths)
         return Batch(lengths, np.bincount(sample[planned], minlength=len(lengths)), ids[planned])
+
+
+Source = Generated | Recorded
 
 
 def _read_histories(path: Path) -> tuple[np.ndarray, np.ndarray]:
