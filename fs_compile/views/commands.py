@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from freescale.views import page, profile, records, timeline
-from freescale.views.records import named_graphs, pass_diffs
-from freescale.views.summary import summarize, text_report
+from freescale.views.records import named_graphs
+from freescale.views.summary import pass_diffs, summarize, text_report
 from freescale.views.timeline import text_timeline
 
 

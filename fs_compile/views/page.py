@@ -6,22 +6,14 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from freescale.views.records import (
-    PARTS,
-    Run,
-    compilations,
-    lacks_late_gradients,
-    mean,
-    named_graphs,
-    pass_diffs,
-    settled,
-)
+from freescale.views.records import PARTS, Run, compilations, lacks_late_gradients, mean, named_graphs, settled
 from freescale.views.summary import (
     CLASSES,
     MEANING,
     graph_lines,
     head_lines,
     milliseconds,
+    pass_diffs,
     shown_parts,
     size,
     summarize,

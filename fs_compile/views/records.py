@@ -6,12 +6,10 @@ and line."""
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -234,14 +232,6 @@ def compilations(graphs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
 def named_graphs(graphs: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """Each graph with the name of its compilation, grouped by compilation."""
     return [(name, graph) for name, of_one in compilations(graphs).items() for graph in of_one]
-
-
-def pass_diffs(texts: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Each pass that changed a graph, and the lines of a unified diff. `texts`: the graph after each pass."""
-    for before, after in pairwise(texts):
-        lines = list(difflib.unified_diff(texts[before].splitlines(), texts[after].splitlines(), lineterm="", n=2))
-        if lines:
-            yield after, lines[2:]
 
 
 def lacks_late_gradients(timeline: list[dict[str, Any]]) -> bool:

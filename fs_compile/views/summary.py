@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from freescale.views.records import PARTS, RankRecord, Run, mean, median, named_graphs, settled
@@ -127,6 +130,14 @@ def exchanges_in_words(g: dict[str, Any]) -> str:
     if not g["sites"]:
         return "passes are off, exchanges were not counted"
     return f"{g['exchanges']} exchange{'s' * (g['exchanges'] != 1)}"
+
+
+def pass_diffs(texts: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Each pass that changed a graph, and the lines of a unified diff. `texts`: the graph after each pass."""
+    for before, after in pairwise(texts):
+        lines = list(difflib.unified_diff(texts[before].splitlines(), texts[after].splitlines(), lineterm="", n=2))
+        if lines:
+            yield after, lines[2:]
 
 
 MEANING = {
