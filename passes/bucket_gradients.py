@@ -19,10 +19,10 @@ import sympy
 import torch
 from torch import fx
 
-from freescale.compat import distributed, fx_values
+from freescale.compat import distributed
 from freescale.config import Config
 from freescale.kernels.launch import all_reduce_bytes
-from freescale.passes.graph import EXCHANGE_KEY, ORIGIN_KEYS, WAIT, CannotApply, GraphExchange, argument
+from freescale.passes.graph import EXCHANGE_KEY, WAIT, CannotApply, GraphExchange, add_call, argument
 
 aten = torch.ops.aten
 fs = torch.ops.freescale
@@ -85,14 +85,14 @@ def _rewrite(graph: fx.Graph, bucket: Bucket, behind: fx.Node) -> fx.Node:
     names = [argument(n, "name") for n in bucket]
     gradients = list(map(_gradient, bucket))
     with graph.inserting_before(_first_after(behind)):
-        launch = _call(graph, bucket[0], fs.all_reduce_launch.default, gradients, ", ".join(names), group_name)
+        launch = add_call(graph, bucket[0], fs.all_reduce_launch.default, gradients, ", ".join(names), group_name)
     output = next(iter(reversed(graph.nodes)))
     with graph.inserting_before(output):
-        wait = _call(graph, bucket[0], WAIT, launch)
-        parts = _call(graph, bucket[0], aten.split_with_sizes.default, wait, [n.meta["val"].numel() for n in bucket])
+        wait = add_call(graph, bucket[0], WAIT, launch)
+        parts = add_call(graph, bucket[0], aten.split_with_sizes.default, wait, [n.meta["val"].numel() for n in bucket])
         for i, node in enumerate(bucket):
-            part = _call(graph, node, operator.getitem, parts, i)
-            node.replace_all_uses_with(_call(graph, node, aten.view.default, part, list(node.meta["val"].shape)))
+            part = add_call(graph, node, operator.getitem, parts, i)
+            node.replace_all_uses_with(add_call(graph, node, aten.view.default, part, list(node.meta["val"].shape)))
     size = all_reduce_bytes(sum(map(_bytes, bucket)), distributed.group_by_name(group_name).size())
     launch.meta[EXCHANGE_KEY] = GraphExchange(
         "dense", "gradients", "dense", sympy.Integer(size), launch, wait, None, _in_short(names)
@@ -107,13 +107,6 @@ def _first_after(node: fx.Node) -> fx.Node:
     node = node.next
     while node.op in ("placeholder", "get_attr"):
         node = node.next
-    return node
-
-
-def _call(graph: fx.Graph, origin: fx.Node, target: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(target, args)
-    node.meta.update({k: origin.meta[k] for k in ORIGIN_KEYS if k in origin.meta})
-    node.meta["val"] = fx_values.fake_value(node)
     return node
 
 

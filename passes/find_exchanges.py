@@ -22,14 +22,7 @@ from torch import fx
 from freescale.config import Config
 from freescale.kernels import compression
 from freescale.kernels.ops.schemas import PRIORITY_NAMES
-from freescale.passes.graph import (
-    EXCHANGE_KEY,
-    GraphExchange,
-    argument,
-    first_user,
-    last_wait,
-    size_in_bytes,
-)
+from freescale.passes.graph import EXCHANGE_KEY, GraphExchange, argument, first_user, last_wait, size_in_bytes
 
 log = logging.getLogger(__name__)
 

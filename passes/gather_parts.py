@@ -12,14 +12,14 @@ two waits and nothing else reads the joined rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from freescale.compat import fx_values
 from freescale.config import Config
-from freescale.passes.graph import EXCHANGE_KEY, ORIGIN_KEYS, WAIT, first_user
+from freescale.passes.graph import EXCHANGE_KEY, WAIT, add_call, first_user
 
 aten = torch.ops.aten
 
@@ -62,13 +62,7 @@ def _recognize(node: fx.Node) -> _Gather | None:
 
 
 def _rewrite(graph: fx.Graph, g: _Gather) -> None:
-    origin = {k: g.node.meta[k] for k in ORIGIN_KEYS if k in g.node.meta}
-
-    def make(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        node.meta.update(origin)
-        node.meta["val"] = fx_values.fake_value(node)
-        return node
+    make = partial(add_call, graph, g.node)
 
     def size_of(x: fx.Node, dim: int) -> Any:
         size = x.meta["val"].shape[dim]

@@ -11,11 +11,13 @@ import sympy
 import torch
 from torch import fx
 
+from freescale.compat import fx_values
+
 # Keys of node.meta.
 EXCHANGE_KEY = "freescale"  # the GraphExchange that starts at this node
 PINNED_KEY = "freescale_pinned"  # this node's place among the compute must be kept by the compiler
 # Provenance of a node. torch's other meta (such as the layouts of arguments) does not hold for new nodes.
-ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "custom", "seq_nr")
+_ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "custom", "seq_nr")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -69,6 +71,18 @@ def argument(node: fx.Node, name: str) -> Any:
     names = [a.name for a in target._schema.arguments]
     position = names.index(name)
     return node.args[position] if position < len(node.args) else node.kwargs[name]
+
+
+def add_call(graph: fx.Graph, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call, which takes the place of `origin`."""
+    return describe(graph.call_function(target, args, kwargs), origin)
+
+
+def describe(node: fx.Node, origin: fx.Node) -> fx.Node:
+    """Give a new node its fake value, and the provenance of `origin`."""
+    node.meta.update({k: origin.meta[k] for k in _ORIGIN_KEYS if k in origin.meta})
+    node.meta["val"] = fx_values.fake_value(node)
+    return node
 
 
 def last_wait(launch: fx.Node) -> fx.Node | None:

@@ -14,13 +14,13 @@ import logging
 import math
 import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from freescale.compat import fx_values
-from freescale.passes.graph import EXCHANGE_KEY, ORIGIN_KEYS, WAIT, GraphExchange, first_user, size_in_bytes
+from freescale.passes.graph import EXCHANGE_KEY, WAIT, GraphExchange, add_call, first_user, size_in_bytes
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -149,7 +149,7 @@ def apply(graph: fx.Graph, split: ConsumerSplit) -> None:
     old, wait = split.exchange.launch, split.exchange.wait
     assert wait is not None
     x, recv, send, group = old.args
-    make = _NodeBuilder(graph, old)
+    make = partial(add_call, graph, old)
     with graph.inserting_before(old):
         whole = x if split.ranks is None else make(aten.view.default, x, [split.ranks, -1, *old.meta["val"].shape[1:]])
         launches = []
@@ -195,17 +195,3 @@ def bytes_of_row(x: GraphExchange) -> int:
     value = x.launch.meta["val"]
     known = [s for s in value.shape[1:] if isinstance(s, int)]
     return int(value.element_size() * math.prod(known))
-
-
-class _NodeBuilder:
-    """Inserts calls with the meta of the node they replace and with their own fake values."""
-
-    def __init__(self, graph: fx.Graph, origin: fx.Node) -> None:
-        self.graph = graph
-        self.origin = {k: origin.meta[k] for k in ORIGIN_KEYS if k in origin.meta}
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta.update(self.origin)
-        node.meta["val"] = fx_values.fake_value(node)
-        return node

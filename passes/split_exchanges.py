@@ -20,19 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from freescale.compat import fx_values
 from freescale.config import Config
 from freescale.kernels import reference
 from freescale.passes import split_by_consumer
-from freescale.passes.graph import (
-    EXCHANGE_KEY,
-    ORIGIN_KEYS,
-    CannotApply,
-    GraphExchange,
-    exchanges,
-    first_user,
-    last_wait,
-)
+from freescale.passes.graph import EXCHANGE_KEY, CannotApply, GraphExchange, describe, exchanges, first_user, last_wait
 
 REFERENCES: dict[Any, Callable[..., Any]] = {
     torch.ops.freescale.exchange_forward.default: reference.exchange_forward,
@@ -62,17 +53,11 @@ def _open(graph: fx.Graph, x: GraphExchange) -> None:
     before = old.prev
     with graph.inserting_before(old):
         result = REFERENCES[old.target](*(_as_proxy(a, tracer) for a in old.args), **old.kwargs)
-    new = []
-    node = before.next
+    node = launch = before.next
     while node is not old:
-        new.append(node)
-        node = node.next
-    for node in new:
-        node.meta.update({k: old.meta[k] for k in ORIGIN_KEYS if k in old.meta})
-        node.meta["val"] = fx_values.fake_value(node)
+        node = describe(node, old).next
     old.replace_all_uses_with(result.node)
     graph.erase_node(old)
-    launch = new[0]
     wait = last_wait(launch)
     assert wait is not None
     chunk = GraphExchange("chunk", x.payload, x.priority, x.bytes, launch, wait, first_user(wait), x.table)
