@@ -297,6 +297,11 @@ def load(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | 
     return Config(**values)
 
 
+def environment(**settings: str) -> dict[str, str]:
+    """The environment of this process plus flags, for a subprocess."""
+    return {**os.environ, **{PREFIX + name.upper(): value for name, value in settings.items()}}
+
+
 def markdown_table() -> str:
     """The table of docs/flags.md; a test compares the two."""
     lines = ["| flag | default | meaning |", "|---|---|---|"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from freescale import config
 from freescale.views import page, profile, records, timeline
 from freescale.views.records import named_graphs
 from freescale.views.summary import pass_diffs, summarize, text_report
@@ -46,7 +46,7 @@ def explain(args: argparse.Namespace) -> int:
         return _refuse("explain expects a command: python -m freescale explain -- torchrun train.py")
     with tempfile.TemporaryDirectory(prefix="freescale-explain-") as folder:
         try:
-            code = subprocess.run(command, env={**os.environ, "FREESCALE_RECORD": folder}, check=False).returncode
+            code = subprocess.run(command, env=config.environment(record=folder), check=False).returncode
         except OSError as error:
             return _refuse(f"cannot run {command[0]}: {error.strerror or error}")
         if code:
