@@ -11,7 +11,7 @@ import torch
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LATE, implement, lib
-from freescale.kernels.planning import native_batch, row_requests
+from freescale.kernels.planning import native_plan, row_requests
 from freescale.kernels.planning.owners import ExchangeTables, OwnerMap, first_invalid_id
 from freescale.kernels.transports import launch_record
 
@@ -104,7 +104,7 @@ def plan_now(ids, firsts, sizes, bounds, shifts, starts, table, group_name, faul
     tables = ExchangeTables(firsts, sizes, OwnerMap(bounds, shifts, starts))
     group = distributed.group_by_name(group_name)
     with launch_record.record_host_wait("planning in the step"):
-        made = native_batch.plan_alone([i.cpu() for i in ids], tables, table, group, _fault(fault))
+        made = native_plan.plan_alone([i.cpu() for i in ids], tables, table, group, _fault(fault))
     inverse, order, ends, recv_counts, rows, send_counts, *own = made
     as_requester = [t.to(device) for t in (inverse, order, ends)]
     return (*as_requester, recv_counts, rows.to(device), send_counts, *(t.to(device) for t in own))

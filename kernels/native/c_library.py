@@ -7,12 +7,29 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from functools import cache
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
+_SIGNATURES = {  # P: pointer, n: integer, d: double, v: void; the result comes first
+    "fs_sources": "s",
+    "fs_new_mesh": "PnnPP",
+    "fs_free_mesh": "vP",
+    "fs_all_same": "nPPndP",
+    "fs_give_up": "vP",
+    "fs_new_batch_plan": "PPnnPn",
+    "fs_free_batch_plan": "vP",
+    "fs_plan_batch": "nPPdPPPPPn",
+    "fs_request_and_plan": "nPnPPdPPPPnPPPn",
+    "fs_room_of_last": "nP",
+    "fs_plan_last": "nPPPP",
+    "freescale_launch": "nPPPPPPPnnn",
+}
+_TYPES = {"P": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double, "v": None, "s": ctypes.c_char_p}
 
 
-def require() -> ctypes.CDLL:
+@cache
+def library() -> ctypes.CDLL:
     try:
         return _load()
     except OSError as error:
@@ -35,7 +52,9 @@ def _load() -> ctypes.CDLL:
         raise OSError(f"its C library is not in {_FOLDER}: {build_it}")
     try:
         library = ctypes.CDLL(str(found))
-        library.fs_sources.restype = ctypes.c_char_p
+        for name, kinds in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, *function.argtypes = (_TYPES[kind] for kind in kinds)
         built_of = library.fs_sources().decode()
     except (OSError, AttributeError) as error:
         raise OSError(f"its C library does not load ({error}): {build_it}") from error

@@ -29,8 +29,8 @@ class OwnerMap(NamedTuple):
     """Table row -> key, as three tensors. Row numbers continue from one table to the next."""
 
     bounds: torch.Tensor  # [shards] first row number of each shard, ascending
-    shifts: torch.Tensor  # [shards] first row number of each shard, ascending
-    starts: torch.Tensor  # [shards] key minus row number, per shard
+    shifts: torch.Tensor  # [shards] key minus row number
+    starts: torch.Tensor  # [world + 1] first key of each owner, then the number of keys
 
 
 class ExchangeTables(NamedTuple):

@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.native import c_library
-from freescale.kernels.planning import native_plan
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +35,13 @@ _ATTEMPT_SECONDS = 3.0  # for one address
 _TOKEN_BYTES = 16
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _LOOPBACK = "127.0.0.1"
+RANK_LEFT = -3  # returned by C if a rank disconnected
+
+
+def require_memory(address: int | None) -> int:
+    if not address:
+        raise MemoryError("freescale: out of memory while planning a batch")
+    return address
 
 
 class RankMesh:
@@ -47,7 +53,7 @@ class RankMesh:
         self._connections = [c for c in connections if c is not None]
         numbers = (ctypes.c_int * len(connections))(*(-1 if c is None else c.fileno() for c in connections))
         self.world = len(connections)
-        self.address = native_plan.require_memory(native_plan.library().fs_new_mesh(self.world, rank, numbers, None))
+        self.address = require_memory(c_library.library().fs_new_mesh(self.world, rank, numbers, None))
         # Not at exit: a thread may still be waiting in C.
         weakref.finalize(self, _close, self.address, self._connections).atexit = False
 
@@ -57,19 +63,15 @@ class RankMesh:
 
         Needs the connections of `peers_to_compare`."""
         own, failed = (ctypes.c_int64 * len(numbers))(*numbers), ctypes.c_int64()
-        same = native_plan.library().fs_all_same(
-            self.address, ctypes.addressof(own), len(numbers), timeout, ctypes.addressof(failed)
-        )
+        same = c_library.library().fs_all_same(self.address, own, len(numbers), timeout, ctypes.byref(failed))
         if same < 0:
             # That rank may itself be waiting for another one.
-            raise RuntimeError(
-                f"rank {failed.value} {'disconnected' if same == native_plan.RANK_LEFT else 'did not arrive'}"
-            )
+            raise RuntimeError(f"rank {failed.value} {'disconnected' if same == RANK_LEFT else 'did not arrive'}")
         return bool(same)
 
     def give_up(self) -> None:
         """Tell ranks that arrive in `all_same` later that this one timed out."""
-        native_plan.library().fs_give_up(self.address)
+        c_library.library().fs_give_up(self.address)
 
     def hang_up(self) -> None:
         """Close the connections: waits on this rank and on its peers fail at once."""
@@ -79,7 +81,7 @@ class RankMesh:
 
 
 def _close(address: int, connections: Sequence[socket.socket]) -> None:
-    native_plan.library().fs_free_mesh(address)
+    c_library.library().fs_free_mesh(address)
     for connection in connections:
         connection.close()
 
@@ -102,8 +104,8 @@ class GroupMesh:
         self._failures: list[BaseException] = []
         # A single rank sends nothing. (The function does not reference this object, to avoid a reference cycle.)
         self._carrier = _carrier(group, self._failures) if self.world > 1 else None
-        new_mesh, connections = native_plan.library().fs_new_mesh, (ctypes.c_int * self.world)(*[-1] * self.world)
-        self.address = native_plan.require_memory(new_mesh(self.world, group.rank(), connections, self._carrier))
+        new_mesh, connections = c_library.library().fs_new_mesh, (ctypes.c_int * self.world)(*[-1] * self.world)
+        self.address = require_memory(new_mesh(self.world, group.rank(), connections, self._carrier))
         weakref.finalize(self, _close, self.address, ()).atexit = False
 
     @property
@@ -121,7 +123,7 @@ def _carrier(group: dist.ProcessGroup, failures: list[BaseException]) -> Any:
             return 0
         except BaseException as error:  # noqa: BLE001  (C cannot raise it)
             failures.append(error)
-            return native_plan.RANK_LEFT
+            return RANK_LEFT
 
     world = group.size()
     return _CARRIER(carry)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -63,18 +62,11 @@ class _Channel(ctypes.Structure):
     ]
 
 
-@cache
-def _launch_function() -> Any:
-    launch = c_library.require().freescale_launch
-    launch.argtypes, launch.restype = (_P, _P, _P, _P, _P, _P, _P, _I64, _I64, _I64), _I64
-    return launch
-
-
 class Issuer:
     """Issues the messages of one transport, with one channel per priority level."""
 
     def __init__(self, driver: Any, channels: Sequence[Channel]) -> None:
-        self._driver, self._launch = driver, _launch_function()
+        self._driver, self._launch = driver, c_library.library().freescale_launch
         addresses = [ctypes.cast(driver.calls[name], _P).value for name in DRIVER_CALLS]
         table = (_P * len(addresses))(*addresses)
         self._calls = ctypes.addressof(table)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.planning import row_requests
-from freescale.kernels.planning.native_batch import BatchPlan
+from freescale.kernels.planning.native_plan import BatchPlan
 from freescale.runtime import batch_structure
 from freescale.runtime.balance.integer_problem import BalanceError
 from freescale.runtime.meter import RankTimes
@@ -97,7 +97,7 @@ class PlannedBatch:
         self.gradients.upload()
         for i, (plan, planned) in enumerate(zip(self.plans, self.gradients.exchanges, strict=True)):
             if self.whole:
-                arrays = self.gradients.arrays(planned.gradients.first(step_plan.ARRAYS_OF_ALL_GRADIENTS))
+                arrays = self.gradients.arrays(planned.gradients[: step_plan.ARRAYS_OF_ALL_GRADIENTS])
                 step_plan.plan_all_gradients(plan, arrays, planned.gradient_counts)
                 continue
             step_plan.plan_gradients(plan, self.gradients.arrays(planned.gradients), planned.gradient_counts)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.planning import rank_mesh
-from freescale.kernels.planning.native_batch import BatchPlan
+from freescale.kernels.planning.native_plan import BatchPlan
 from freescale.kernels.planning.owners import ExchangeTables, OwnerMap
 from freescale.kernels.transports import launch_record
 from freescale.runtime.agreement import first_reason

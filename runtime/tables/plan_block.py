@@ -18,7 +18,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from freescale.kernels.planning import native_plan
-from freescale.kernels.planning.native_plan import ALIGNMENT, Copy, Extents, Planned, PlannedExchange, Room
+from freescale.kernels.planning.native_plan import ALIGNMENT, Copy, Extent, Planned, PlannedExchange, Room
 from freescale.kernels.transports import cuda_driver
 from freescale.runtime import batch_structure
 from freescale.runtime.batch_structure import BatchEvent
@@ -127,7 +127,7 @@ class PlanBlock:
             self._small, self._memory = self._pinned.upload(self._host, sizes)
             self._host = None
 
-    def arrays(self, extents: Extents) -> list[torch.Tensor]:
+    def arrays(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
         """Arrays of the plans as device tensors."""
         if self._memory is None:  # on the CPU there are no tensors of the batch
             self._memory = torch.from_numpy(self._array)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from freescale.kernels.native import c_library
 from freescale.kernels.planning import native_plan, rank_mesh
-from freescale.kernels.planning.native_batch import BatchPlan, plan_alone
-from freescale.kernels.planning.native_plan import Copy, Room
+from freescale.kernels.planning.native_plan import BatchPlan, Copy, Room, plan_alone
 from freescale.kernels.planning.owners import ExchangeTables, Shard, first_row_of_each_table, owner_map
 from planning_oracle import OraclePlan
 from ranks import run_ranks
@@ -275,7 +274,7 @@ def _without_library(where: list[int], folder: str) -> list[str]:
     rank, group = dist.get_rank(), dist.group.WORLD
     if rank in where:
         c_library._FOLDER = Path(folder)
-        native_plan.library.cache_clear()
+        c_library.library.cache_clear()
     tables, said = _row_wise([10], 2, [0]), []
     for plan in (lambda: rank_mesh.open_mesh(group), lambda: plan_alone([torch.tensor([rank])], tables, "t", group)):
         with pytest.raises(RuntimeError) as error:

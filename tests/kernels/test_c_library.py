@@ -21,12 +21,13 @@ BUILD_IT = "install freescale with pip, in a checkout with `pip install -e .`"
 def folder(monkeypatch, tmp_path):
     """An empty one in which the library is looked for."""
     monkeypatch.setattr(c_library, "_FOLDER", tmp_path)
+    c_library.library.cache_clear()
     return tmp_path
 
 
 def test_it_comes_from_the_package_alone():
     assert c_library.problem() is None
-    assert Path(c_library.require()._name).parent == FOLDER
+    assert Path(c_library.library()._name).parent == FOLDER
 
 
 @pytest.mark.parametrize("case", ("missing", "of other sources", "broken"))
@@ -45,7 +46,7 @@ def test_without_it_an_error_says_what_to_do(folder, case):
         library.write_bytes(b"no ELF file")
         expected = f"its C library does not load ({library}: file too short): {BUILD_IT}"
     with pytest.raises(RuntimeError) as error:
-        c_library.require()
+        c_library.library()
     assert str(error.value) == f"freescale: this rank cannot plan batches: {expected}" and c_library.problem() == expected
 
 

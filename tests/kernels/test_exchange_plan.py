@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import planning_oracle
 from freescale.kernels.planning import rank_mesh
-from freescale.kernels.planning.native_batch import BatchPlan, plan_alone
+from freescale.kernels.planning.native_plan import BatchPlan, plan_alone
 from freescale.kernels.planning.owners import (
     ExchangeTables,
     Shard,

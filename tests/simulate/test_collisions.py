@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.kernels.planning import native_plan, rank_mesh
-from freescale.kernels.planning.native_batch import BatchPlan
-from freescale.kernels.planning.native_plan import GRADIENT_ARRAYS, Room
+from freescale.kernels.planning.native_plan import GRADIENT_ARRAYS, BatchPlan, Room
 from freescale.kernels.planning.owners import ExchangeTables, Shard, owner_map
 from freescale.simulate.collisions import CollisionCounter, Counts
 from freescale.simulate.workload import Batch, Generated, Workload

@@ -21,7 +21,6 @@ from freescale.kernels.planning.native_plan import (
     ROWS_ARRAYS,
     ExchangeCounts,
     Extent,
-    Extents,
     Planned,
     PlannedExchange,
     Room,
@@ -334,7 +333,7 @@ def all_to_all(out, x, recv, send, group) -> None:
 
 
 class OraclePlan:
-    """As native_batch.BatchPlan."""
+    """As native_plan.BatchPlan."""
 
     def __init__(self, group: dist.ProcessGroup, tables: Sequence[ExchangeTables], whole: bool = False) -> None:
         self._group, self._tables, self.whole = group, tables, whole
@@ -428,7 +427,7 @@ class _Writer:
             arrays = [split.urgent.index, *gradients.urgent_update, split.rest.index, *gradients.late_update]
             of_gradients, gradient_counts = list(map(self._place, arrays)), _counts(split)
         entries = 0 if rows is None else rows.urgent_entries
-        return PlannedExchange(Extents.of(of_rows), row_counts, entries, Extents.of(of_gradients), gradient_counts)
+        return PlannedExchange(of_rows, row_counts, entries, of_gradients, gradient_counts)
 
     def _place(self, array: torch.Tensor) -> Extent:
         extent = Extent(self.used, array.shape[0])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.kernels.planning import rank_mesh
-from freescale.kernels.planning.native_batch import BatchPlan
+from freescale.kernels.planning.native_plan import BatchPlan
 from freescale.runtime import meter
 from freescale.runtime.lookahead import planning as batch_planning
 from freescale.runtime.lookahead.planning import PlannedBatch

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from freescale.kernels.planning.native_plan import ExchangeCounts, Extent, Extents, Planned, PlannedExchange, Room
+from freescale.kernels.planning.native_plan import ExchangeCounts, Extent, Planned, PlannedExchange, Room
 from freescale.runtime import batch_structure
 from freescale.runtime.tables.plan_block import SMALL_BYTES, PinnedMemory, PlanBlock, move_others, packable_tensors
 from interpreted import needs_gpu
@@ -54,7 +54,7 @@ def fill(block: PlanBlock, numbers: np.ndarray, extents: list[Extent]) -> None:
         for copy in room.copies:
             ctypes.memmove(*copy)
         ctypes.memmove(room.address, numbers.ctypes.data, numbers.nbytes)
-        return numbers.shape[0], lambda: [PlannedExchange(Extents.of(extents[::2]), NO_COUNTS, 0, Extents.of(extents[1::2]), NO_COUNTS)]
+        return numbers.shape[0], lambda: [PlannedExchange(extents[::2], NO_COUNTS, 0, extents[1::2], NO_COUNTS)]
 
     block.fill(plan)
 
@@ -85,7 +85,7 @@ def test_whoever_keeps_a_small_tensor_does_not_keep_the_plans(kept, kept_of):
     block = packed(before, pinned)
     fill(block, np.arange(100), [])
     block.upload()
-    after, arrays = block.unpack(before), block.arrays(Extents.of([Extent(0, 100)]))
+    after, arrays = block.unpack(before), block.arrays([Extent(0, 100)])
     tensor = after.ids if kept == "ids" else after.rest[kept]
     del block, after, arrays
     gc.collect()
@@ -113,7 +113,7 @@ def test_block(device):
     for a, b in zip(tensors(after), tensors(before), strict=True):
         assert a.device == device and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b)
     assert after.rest["names"] == ["a", "b"]
-    arrays = block.arrays(Extents.of(extents))
+    arrays = block.arrays(extents)
     assert [a.tolist() for a in arrays] == [[16, 17, 18], [0, 1, 2, 3, 4], [], list(range(64, 100))]
     storages = {t.untyped_storage()._cdata for t in (*arrays, *tensors(after))}
     assert len(storages) == len(arrays) + len(tensors(after))  # none is a view of another
@@ -126,7 +126,7 @@ def test_more_room():
     block = PlanBlock(4)
     block.make_room(40)
     fill(block, np.arange(40), [])
-    assert [a.tolist() for a in block.arrays(Extents.of([Extent(32, 2)]))] == [[32, 33]]
+    assert [a.tolist() for a in block.arrays([Extent(32, 2)])] == [[32, 33]]
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
@@ -155,6 +155,6 @@ def test_pinned_memory_is_used_again(device):
         block.upload()
         assert not (number == 2 and pinned._idle)
         if number != 1:
-            assert block.arrays(Extents.of([Extent(1, 2)]))[0].tolist() == [1, 2]  # the device has read it
+            assert block.arrays([Extent(1, 2)])[0].tolist() == [1, 2]  # the device has read it
     # When memory is given back, that before it may have been read: so the second behind it has it again.
     assert len(set(taken)) == 5 and taken[2] == taken[0] and taken[6:] == taken[3:5]
