@@ -167,7 +167,7 @@ static i64 request_batch(batch_plan *p, i64 status, const i64 *told, const featu
         if (ids) {
             feature_ids of_exchange = ids_of(p, ids, e);
             r->n_keys = request_rows(p->each + e, r, &of_exchange, invalid);
-            if (r->n_keys == NO_MEMORY) return NO_MEMORY;
+            if (r->n_keys < 0 && r->n_keys != INVALID_ID) return r->n_keys;
         }
         for (i64 rank = 0; rank < p->world; rank++) {
             i64 *header = own + rank * width + EXCHANGES + 3 * e;

@@ -11,11 +11,14 @@ const char *fs_sources(void) { return FS_SOURCES; } /* digest of the C code: c_l
 #define DIGIT_BITS 11 /* of a value, sorted per pass; also the maximum for the number of parts */
 #define ITEMS_OF_PART 4096 /* approximate: both copies of a part stay in one core's cache while sorting */
 
+/* A value and its position, packed in 64 bits: value << position_bits | position. */
+typedef u64 item;
+
 /* Scratch memory. Used by one thread at a time. */
 struct workspace {
     buffer items, more_items, values, ends, counts, begins, table;
-    void *sorted; /* result of grouping: items sorted by value, in one of the two buffers */
-    int is_narrow;
+    item *sorted; /* result of grouping: items sorted by value, in one of the two buffers */
+    int position_bits;
 };
 
 workspace *new_workspace(void) { return calloc(1, sizeof(workspace)); }
@@ -25,19 +28,6 @@ void free_workspace(workspace *w) {
     for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) free(all[i]->memory);
     free(w);
 }
-
-/* A value and its position. Narrow items hold both in 64 bits. */
-typedef u64 narrow;
-typedef struct {
-    u64 value, position;
-} wide;
-
-#define NARROW_VALUE(x) ((x) >> 32)
-#define NARROW_POSITION(x) ((x) & 0xFFFFFFFFu)
-#define NARROW_ITEM(value, position) ((value) << 32 | (position))
-#define WIDE_VALUE(x) ((x).value)
-#define WIDE_POSITION(x) ((x).position)
-#define WIDE_ITEM(value, position) ((wide){value, position})
 
 static int bits_of(u64 largest) {
     int bits = 0;
@@ -98,96 +88,86 @@ static i64 count_parts(const values_of_ids *v, i64 *restrict counts, i64 *invali
     return 0;
 }
 
-/* part_*: items of all values, part by part, each in the order of positions.
- * sort_*: stable sort of the n items of `a` by the lowest `bits` of their values; `b` has the same size, and holds the
- * result if the number of `passes` is odd. LSD radix sort with digits of equal width.
- * group_*: find the distinct values of sorted items from `begin` to `end`. */
-#define DEFINE_GROUPING(KIND, VALUE, NEW)                                                                         \
-    static void part_##KIND(const values_of_ids *v, i64 *restrict begins, KIND *restrict items) {                 \
-        int part_bits = v->part_bits;                                                                             \
-        u64 at = 0;                                                                                               \
-        for (i64 f = 0; f < v->features; f++) {                                                                   \
-            i64 first_row = v->first_rows[f];                                                                     \
-            FOR_EACH_ID(v, f, id, {                                                                               \
-                u64 value = (u64)(id + first_row);                                                                \
-                items[begins[value >> part_bits]++] = NEW(value, at);                                             \
-                at++;                                                                                             \
-            });                                                                                                   \
-        }                                                                                                         \
-    }                                                                                                             \
-                                                                                                                  \
-    static void pass_##KIND(const KIND *restrict a, KIND *restrict b, i64 n, int shift, u64 mask,                 \
-                            i64 *restrict begins) {                                                               \
-        for (i64 i = 0; i < n; i++) {                                                                             \
-            KIND item = a[i];                                                                                     \
-            b[begins[VALUE(item) >> shift & mask]++] = item;                                                      \
-        }                                                                                                         \
-    }                                                                                                             \
-                                                                                                                  \
-    static void sort_##KIND(KIND *a, KIND *b, i64 n, int bits, int passes, i64 *counts) {                         \
-        int width = passes ? (bits + passes - 1) / passes : 0;                                                    \
-        u64 digits = (u64)1 << width, mask = digits - 1;                                                          \
-        for (int p = 0; p < passes; p++) {                                                                        \
-            memset(counts, 0, sizeof(i64) * digits);                                                              \
-            for (i64 i = 0; i < n; i++) counts[VALUE(a[i]) >> (p * width) & mask]++;                              \
-            begins_of(counts, digits);                                                                            \
-            pass_##KIND(a, b, n, p * width, mask, counts);                                                        \
-            KIND *swap = a;                                                                                       \
-            a = b;                                                                                                \
-            b = swap;                                                                                             \
-        }                                                                                                         \
-    }                                                                                                             \
-                                                                                                                  \
-    static i64 group_##KIND(const KIND *restrict sorted, i64 begin, i64 end, i64 *restrict values,                \
-                            i64 *restrict ends) {                                                                 \
-        i64 distinct = 0;                                                                                         \
-        for (i64 i = begin; i < end; i++) {                                                                       \
-            values[distinct] = (i64)VALUE(sorted[i]);                                                             \
-            ends[distinct] = i + 1;                                                                               \
-            distinct += i + 1 == end || VALUE(sorted[i + 1]) != VALUE(sorted[i]);                                 \
-        }                                                                                                         \
-        return distinct;                                                                                          \
-    }                                                                                                             \
-                                                                                                                  \
-    static i64 sort_and_group_##KIND(workspace *w, const values_of_ids *v, i64 *values, i64 *ends) {              \
-        KIND *items = w->items.memory, *others = w->more_items.memory;                                            \
-        i64 parts = (i64)1 << (v->bits - v->part_bits), *part_ends = w->counts.memory, begin = 0, distinct = 0;   \
-        i64 *counts = part_ends + parts;                                                                          \
-        int passes = (v->part_bits + DIGIT_BITS - 1) / DIGIT_BITS;                                                \
-        begins_of(part_ends, parts);                                                                              \
-        part_##KIND(v, part_ends, items);                                                                         \
-        KIND *sorted = w->sorted = passes % 2 ? others : items;                                                   \
-        for (i64 part = 0; part < parts; begin = part_ends[part++]) {                                             \
-            i64 end = part_ends[part];                                                                            \
-            if (begin == end) continue;                                                                           \
-            sort_##KIND(items + begin, others + begin, end - begin, v->part_bits, passes, counts);                \
-            distinct += group_##KIND(sorted, begin, end, values + distinct, ends + distinct);                     \
-        }                                                                                                         \
-        return distinct;                                                                                          \
+/* Items of all values, part by part, each in the order of positions. */
+static void fill_parts(const values_of_ids *v, int position_bits, i64 *restrict begins, item *restrict items) {
+    int part_bits = v->part_bits;
+    u64 at = 0;
+    for (i64 f = 0; f < v->features; f++) {
+        i64 first_row = v->first_rows[f];
+        FOR_EACH_ID(v, f, id, {
+            u64 value = (u64)(id + first_row);
+            items[begins[value >> part_bits]++] = value << position_bits | at;
+            at++;
+        });
     }
-DEFINE_GROUPING(narrow, NARROW_VALUE, NARROW_ITEM)
-DEFINE_GROUPING(wide, WIDE_VALUE, WIDE_ITEM)
+}
+
+static void sort_by_digit(const item *restrict a, item *restrict b, i64 n, int shift, u64 mask, i64 *restrict begins) {
+    for (i64 i = 0; i < n; i++) b[begins[a[i] >> shift & mask]++] = a[i];
+}
+
+/* Stable LSD radix sort of the n items of `a` by their `bits` bits from `first_bit` on, in digits of equal width. `b`
+ * has the same size, and holds the result if the number of `passes` is odd. */
+static void sort(item *a, item *b, i64 n, int first_bit, int bits, int passes, i64 *counts) {
+    int width = passes ? (bits + passes - 1) / passes : 0;
+    u64 digits = (u64)1 << width, mask = digits - 1;
+    for (int p = 0; p < passes; p++) {
+        int shift = first_bit + p * width;
+        memset(counts, 0, sizeof(i64) * digits);
+        for (i64 i = 0; i < n; i++) counts[a[i] >> shift & mask]++;
+        begins_of(counts, digits);
+        sort_by_digit(a, b, n, shift, mask, counts);
+        item *swap = a;
+        a = b;
+        b = swap;
+    }
+}
+
+/* Find the distinct values of sorted items from `begin` to `end`, and where the items of each end. */
+static i64 group(const item *restrict sorted, int position_bits, i64 begin, i64 end, i64 *restrict values,
+                 i64 *restrict ends) {
+    i64 distinct = 0;
+    for (i64 i = begin; i < end; i++) {
+        values[distinct] = (i64)(sorted[i] >> position_bits);
+        ends[distinct] = i + 1;
+        distinct += i + 1 == end || sorted[i + 1] >> position_bits != sorted[i] >> position_bits;
+    }
+    return distinct;
+}
 
 /* Sort the values, part by part, and find the distinct ones and where each one's items end. Both outputs have room for
  * all. Returns the number of distinct values, or INVALID_ID and the first (feature, id) outside its table. */
 static i64 group_values(workspace *w, values_of_ids *v, u64 largest, i64 *values, i64 *ends, i64 *invalid) {
     v->bits = bits_of(largest);
+    w->position_bits = bits_of((u64)v->n);
+    if (v->bits + w->position_bits > 64) return TOO_LARGE;
     int high = bits_of((u64)v->n / ITEMS_OF_PART);
     if (high > DIGIT_BITS) high = DIGIT_BITS;
     v->part_bits = v->bits > high ? v->bits - high : 0;
-    w->is_narrow = largest < (u64)1 << 32 && (u64)v->n < (u64)1 << 32;
-    size_t size = v->n * (w->is_narrow ? sizeof(narrow) : sizeof(wide));
-    size_t counts_size = sizeof(i64) * 2 << DIGIT_BITS; /* per part, per digit */
-    if (!room(&w->items, size) || !room(&w->more_items, size) || !room(&w->counts, counts_size)) return NO_MEMORY;
-    memset(w->counts.memory, 0, sizeof(i64) << (v->bits - v->part_bits));
-    i64 result = count_parts(v, w->counts.memory, invalid);
+    i64 parts = (i64)1 << (v->bits - v->part_bits);
+    size_t size = v->n * sizeof(item);
+    item *items = room(&w->items, size), *others = room(&w->more_items, size);
+    i64 *part_ends = room(&w->counts, sizeof(i64) * 2 << DIGIT_BITS); /* followed by the counts of digits */
+    if (!items || !others || !part_ends) return NO_MEMORY;
+    memset(part_ends, 0, sizeof(i64) * parts);
+    i64 result = count_parts(v, part_ends, invalid), distinct = 0;
     if (result) return result;
-    return w->is_narrow ? sort_and_group_narrow(w, v, values, ends) : sort_and_group_wide(w, v, values, ends);
+    int passes = (v->part_bits + DIGIT_BITS - 1) / DIGIT_BITS;
+    begins_of(part_ends, parts);
+    fill_parts(v, w->position_bits, part_ends, items); /* makes begins the ends */
+    w->sorted = passes % 2 ? others : items;
+    for (i64 part = 0, begin = 0; part < parts; begin = part_ends[part++]) {
+        i64 end = part_ends[part];
+        if (begin == end) continue;
+        sort(items + begin, others + begin, end - begin, w->position_bits, v->part_bits, passes, part_ends + parts);
+        distinct += group(w->sorted, w->position_bits, begin, end, values + distinct, ends + distinct);
+    }
+    return distinct;
 }
 
 /* The position of a sorted item. */
 static inline i64 position(const workspace *w, i64 i) {
-    return (i64)(w->is_narrow ? NARROW_POSITION(((narrow *)w->sorted)[i]) : WIDE_POSITION(((wide *)w->sorted)[i]));
+    return (i64)(w->sorted[i] & (((u64)1 << w->position_bits) - 1));
 }
 
 /* The distinct values of n nonnegative values, ascending, and the positions of each, ascending: a segment of `order`
@@ -264,31 +244,22 @@ i64 request_keys(workspace *w, const feature_ids *all, const row_owners *owners,
     return distinct;
 }
 
-#define DEFINE_PLACE_POSITIONS(KIND, POSITION)                                                                    \
-    static void place_positions_##KIND(const workspace *w, const row_owners *owners, const i64 *places,           \
-                                       i64 *restrict order, i64 *restrict inverse) {                              \
-        const i64 *value_ends = w->ends.memory, *begins = w->begins.memory;                                       \
-        const KIND *sorted = w->sorted;                                                                           \
-        i64 key = 0;                                                                                              \
-        for (i64 k = 0; k < owners->shards; k++) {                                                                \
-            i64 s = owners->shard_order[k], v = begins[s], last = begins[s + 1];                                  \
-            for (i64 i = v ? value_ends[v - 1] : 0; v < last; v++, key++) {                                       \
-                i64 place = places[key];                                                                          \
-                for (i64 end = value_ends[v]; i < end; i++) {                                                     \
-                    i64 at = (i64)POSITION(sorted[i]);                                                            \
-                    *order++ = at;                                                                                \
-                    inverse[at] = place;                                                                          \
-                }                                                                                                 \
-            }                                                                                                     \
-        }                                                                                                         \
-    }
-DEFINE_PLACE_POSITIONS(narrow, NARROW_POSITION)
-DEFINE_PLACE_POSITIONS(wide, WIDE_POSITION)
-
 /* Call right after request_keys: the positions in the order of their keys, ascending within a key, and for each
  * position the place of its key. */
-void place_positions(const workspace *w, const row_owners *owners, const i64 *places, i64 *order, i64 *inverse) {
-    (w->is_narrow ? place_positions_narrow : place_positions_wide)(w, owners, places, order, inverse);
+void place_positions(const workspace *w, const row_owners *owners, const i64 *places, i64 *restrict order,
+                     i64 *restrict inverse) {
+    const i64 *value_ends = w->ends.memory, *begins = w->begins.memory;
+    for (i64 k = 0; k < owners->shards; k++) {
+        i64 s = owners->shard_order[k], v = begins[s], last = begins[s + 1];
+        for (i64 i = v ? value_ends[v - 1] : 0; v < last; v++) {
+            i64 place = *places++;
+            for (i64 end = value_ends[v]; i < end; i++) {
+                i64 at = position(w, i);
+                *order++ = at;
+                inverse[at] = place;
+            }
+        }
+    }
 }
 
 /* Which of `a` are in `b`, and which of `b` in `a`. Values are nonnegative; both may hold duplicates. */

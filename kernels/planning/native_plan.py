@@ -128,7 +128,7 @@ class RowOwners(ctypes.Structure):
 _ARRAYS = len(ROWS_ARRAYS) + len(GRADIENT_ARRAYS)
 _COUNTS = 2 * len(ExchangeCounts._fields)  # of rows, of gradients
 _GO_ON = 1  # fs_request_and_plan returns this if all ranks proceed, and more if the batch is also planned
-_NO_MEMORY = -1  # other error codes: rank_mesh.py
+_NO_MEMORY, _TOO_LARGE = -1, -5  # other error codes: rank_mesh.py
 
 
 class _Result(ctypes.Structure):
@@ -232,6 +232,8 @@ class BatchPlan:
 
     def _checked(self, result: int) -> int:
         require_memory(result != _NO_MEMORY)
+        if result == _TOO_LARGE:
+            raise RuntimeError("freescale: a batch has too many ids for tables of this size: rows * ids exceed 2**64")
         if result < 0:
             if self._mesh.failure is not None:
                 raise self._mesh.failure

@@ -444,6 +444,19 @@ def _same(tensors, arrays):
         assert torch.equal(tensor, torch.from_numpy(array))
 
 
+def test_rows_and_ids_that_do_not_fit_in_64_bits_together():
+    """A value and its position are sorted as one number."""
+    for bits, fits in ((57, True), (58, False)):
+        rows = 2**bits
+        plan = BatchPlan(RankMesh([None], 0), [ExchangeTables([0], [rows], owner_map([Shard(0, 0, rows, 0, 0)], [rows], 1))], 30.0)
+        ids = [torch.arange(rows - 40, rows)]
+        if fits:
+            assert plan.request(0, ids) is None
+        else:
+            with pytest.raises(RuntimeError, match="freescale: a batch has too many ids for tables of this size"):
+                plan.request(0, ids)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_first_id_outside_its_table(dtype):
     good, bad = torch.tensor([0, 3], dtype=dtype), torch.tensor([1, 4, -1], dtype=dtype)
