@@ -139,24 +139,15 @@ def _checked_weights(weights, ids, features, group_name):
 
 
 @torch.library.register_fake("freescale::expect_ids", lib=lib)
-def _expect_ids(token, ids, planned, step, table, lengths=None, counts=None, fault=None):
+@torch.library.register_fake("freescale::exchange_backward", lib=lib)
+@torch.library.register_fake("freescale::update_", lib=lib)
+def _new_token(token, *arguments, **more):
     return torch.empty_like(token)
 
 
 @torch.library.register_fake("freescale::exchange_forward", lib=lib)
-def _exchange_forward(token, rows, send_counts, recv_counts, n_recv, priority, table, group_name, packing=""):
-    return _rows_like(token, n_recv)
-
-
-@torch.library.register_fake("freescale::exchange_backward", lib=lib)
-def _exchange_backward(
-    token, grad, rows, order, ends, send_counts, recv_counts, n_recv, priority, table, group_name, packing=""
-):
-    return torch.empty_like(token)
-
-
 @torch.library.register_fake("freescale::all_to_all_rows_launch", lib=lib)
-def _all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, *how, **more):
+def _received_table_rows(token, rows, send_counts, recv_counts, n_recv, *how, **more):
     return _rows_like(token, n_recv)
 
 
@@ -183,11 +174,6 @@ def _pack_rows(weight, rows):
 @torch.library.register_fake("freescale::sum_rows", lib=lib)
 def _sum_rows(x, order, ends):
     return _rows_like(x, ends.shape[0])
-
-
-@torch.library.register_fake("freescale::update_", lib=lib)
-def _update_(token, grad, rows, order, ends, priority, table):
-    return torch.empty_like(token)
 
 
 @torch.library.register_fake("freescale::agree", lib=lib)
