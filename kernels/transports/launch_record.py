@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -28,20 +29,18 @@ MAX_RECORDS = 100_000
 DENSE = "dense gradients"  # the label of all dense gradients
 
 
+@dataclass(slots=True, eq=False)
 class LaunchRecord:
     """One launch, or one period in which the host was blocked (`bytes` 0). Times are seconds of time.perf_counter()."""
 
-    __slots__ = (
-        "label", "bytes", "launched", "wait_began", "wait_ended", "arrived_before_wait", "stream_seconds", "events",
-    )  # fmt: skip
-
-    def __init__(self, label: str, size: int) -> None:
-        self.label, self.bytes = label, size
-        self.launched = time.perf_counter()
-        self.wait_began = self.wait_ended = 0.0  # 0.0: not waited for yet
-        self.arrived_before_wait = False  # if so, the flight time is only known to end before the wait began
-        self.stream_seconds: float | None = None  # the stream's wait, if the host did not wait
-        self.events: tuple[cuda_driver.CudaDriver, Any, Any] | None = None  # around that wait, until they are read
+    label: str
+    bytes: int
+    launched: float = field(default_factory=time.perf_counter)
+    wait_began: float = 0.0  # 0.0: not waited for yet
+    wait_ended: float = 0.0
+    arrived_before_wait: bool = False  # if so, the flight time is only known to end before the wait began
+    stream_seconds: float | None = None  # the stream's wait, if the host did not wait
+    events: tuple[cuda_driver.CudaDriver, Any, Any] | None = None  # around that wait, until they are read
 
     def exposed_seconds(self) -> float:
         """Seconds that compute was stalled. On a GPU 0.0 until the device has reached the wait."""
@@ -185,10 +184,7 @@ def profiler_range(what: str, label: str = "") -> Any:
 
 def add_host_wait(label: str, began: float, ended: float) -> None:
     """Record a period in which the host waited, in seconds of time.perf_counter()."""
-    record = LaunchRecord(label, 0)
-    record.launched = record.wait_began = began
-    record.wait_ended = ended
-    records.append(record)
+    records.append(LaunchRecord(label, 0, began, began, ended))
 
 
 def begin_wait(label: str, device: torch.device) -> Callable[[], None]:
@@ -207,19 +203,12 @@ def begin_wait(label: str, device: torch.device) -> Callable[[], None]:
     return end
 
 
-class record_host_wait:  # noqa: N801  (used as a statement)
+@contextmanager
+def record_host_wait(label: str) -> Iterator[None]:
     """Record a period in which the host communicates with other ranks and is blocked."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._record = LaunchRecord(self._name, 0)
-        self._record.wait_began = self._record.launched
-        self._range = profiler_range(self._name)
-        self._range.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._range.__exit__(*error)
-        self._record.wait_ended = time.perf_counter()
-        records.append(self._record)
+    began = time.perf_counter()
+    try:
+        with profiler_range(label):
+            yield
+    finally:
+        add_host_wait(label, began, time.perf_counter())
