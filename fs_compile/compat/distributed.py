@@ -52,6 +52,13 @@ def gather_ints(
     return heard.tolist()
 
 
+def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Gather every rank's object over a CPU group, in rank order."""
+    objects: list[Any] = [None] * group.size()
+    dist.all_gather_object(objects, mine, group=group)
+    return objects
+
+
 def all_to_all(
     out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup
 ) -> None:

@@ -179,15 +179,13 @@ def open_mesh(group: dist.ProcessGroup, peers: Collection[int] | None = None) ->
     connections: list[socket.socket | None] = [None] * world
     with contextlib.ExitStack() as stack:
         listener, place = _open_listener(stack)
-        places = [place] * world
-        if world > 1:
-            dist.all_gather_object(places, place, group)
+        places = distributed.gather_objects(place, group)
         for missing_on, why in enumerate(p.no_library for p in places):
             if why:
                 raise RuntimeError(f"freescale: rank {missing_on} cannot plan batches: {why}")
         problems = [p.problem for p in places]
-        if world > 1 and not any(problems) and listener is not None:
-            dist.all_gather_object(problems, _try_to_connect(connections, rank, peers, places, listener), group)
+        if listener is not None and not any(problems):
+            problems = distributed.gather_objects(_try_to_connect(connections, rank, peers, places, listener), group)
     if not any(problems):
         return RankMesh(connections, rank)
     for connection in filter(None, connections):

@@ -97,9 +97,8 @@ def measure_transports(
             except RuntimeError:
                 of_repeats.append(float("inf"))
         mine[name] = min(of_repeats) if math.isfinite(max(of_repeats)) else float("inf")
-    said: list[Any] = [None] * group.size()
-    dist.all_gather_object(said, mine, group=everyone)
-    return {name: [of_rank[name] for of_rank in said] for name in transports}
+    of_ranks = distributed.gather_objects(mine, everyone)
+    return {name: [seconds[name] for seconds in of_ranks] for name in transports}
 
 
 def size_of(nbytes: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from freescale.compat import distributed
 from freescale.kernels.transports.shared_segment import cpu_group
 from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS
 
@@ -34,10 +35,9 @@ def open_proven(open_transport: Any, group: dist.ProcessGroup, device: torch.dev
         problem = find_problem(transport, group, device)
     except Exception as error:  # noqa: BLE001  (reported to the other ranks)
         problem = str(error).removeprefix("freescale: ") or type(error).__name__
-    said = [(problem, 0.0)] * group.size()
-    dist.all_gather_object(said, (problem, time.monotonic() - begin), group=verdicts)
+    reports = distributed.gather_objects((problem, time.monotonic() - begin), verdicts)
     # The first rank to fail did not fail because of another.
-    failed = [(seconds, rank, words) for rank, (words, seconds) in enumerate(said) if words]
+    failed = [(seconds, rank, words) for rank, (words, seconds) in enumerate(reports) if words]
     if not failed:
         return transport
     if transport is not None:

@@ -18,11 +18,11 @@ import socket
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
+from freescale.compat.distributed import gather_objects
 from freescale.kernels.transports.slot_rings import WORD_STRIDE, at_least
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def host_id() -> str:
 def share_segment(nbytes: int, rank: int, group: dist.ProcessGroup) -> tuple[SharedSegment | None, str]:
     """A segment mapped by every rank of the group, or None and the reason. Collective over a CPU group."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox, contextlib.ExitStack() as undo:
-        places = _all_gather(_place(inbox), group)
+        places = gather_objects(_place(inbox), group)
         hosts = len({host for host, _ in places})
         if hosts > 1:
             return None, f"the ranks are on {hosts} hosts, or in containers that do not share {_FOLDER}"
@@ -67,7 +67,7 @@ def share_segment(nbytes: int, rank: int, group: dist.ProcessGroup) -> tuple[Sha
                 reason = f"rank {rank} did not receive the memory of rank 0 (do their containers share a network?)"
         if segment is not None:
             undo.callback(segment.close)
-        reasons = _all_gather(reason or ("" if segment is not None else "rank 0 has none"), group)
+        reasons = gather_objects(reason or ("" if segment is not None else "rank 0 has none"), group)
         if any(reasons):
             return None, next(r for r in reasons if r)
         undo.pop_all()
@@ -126,12 +126,6 @@ def _free_bytes() -> int:
     return found.f_bavail * found.f_frsize
 
 
-def _all_gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 class SharedSegment:
     """One rank's view of the shared file."""
 
@@ -174,8 +168,6 @@ class SharedSegment:
 
 class PeerLiveness:
     """Which ranks are alive and how many messages each has launched: one cache line per rank at the segment's start."""
-
-    nbytes_per_rank = WORD_STRIDE
 
     def __init__(self, segment: SharedSegment, rank: int, world: int) -> None:
         self._segment, self._rank = segment, rank
