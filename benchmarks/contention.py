@@ -32,6 +32,7 @@ from contention_beside import (
     SHARED,
     Beside,
     array,
+    call,
     compare,
     cupy,
     kernel,
@@ -59,7 +60,7 @@ class ZeroSm:
         self.sms = torch.cuda.get_device_properties(0).multi_processor_count
         self.data = torch.randint(0, 255, (64 << 20,), dtype=torch.uint8, device="cuda").view(-1, 256)
         self.other, self.words = torch.empty_like(self.data), torch.zeros(64, dtype=torch.int32, device="cuda")
-        lane = transport._lanes_out[0][0]
+        lane = transport.lanes[0]
         self.slot, self.piece = lane.data_address, lane.piece_bytes
         self.host_word = torch.zeros(64, dtype=torch.int32, pin_memory=True)
 
@@ -70,15 +71,16 @@ class ZeroSm:
     def operations(self) -> dict[str, Callable[[], Any]]:
         d, s, of_transport = self.driver, self.stream.cuda_stream, self.transport.streams[0][0][0]
         a, b, word = self.data.data_ptr(), self.other.data_ptr(), self.words.data_ptr()
+        host_word, write, wait_for = self.host_word.data_ptr(), "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"
         return {
-            "staged: copy out, device to slot": lambda: d.copy_to_host(self.slot, a, self.piece, s),
-            "staged: copy in, slot to device": lambda: d.copy_to_device(b, self.slot, self.piece, s),
-            "staged: signal, word of host memory": lambda: d.write_word(self.host_word.data_ptr(), 7, s),
-            "staged: stream wait, word of host memory": lambda: d.wait_for_word(self.host_word.data_ptr(), 7, s),
+            "staged: copy out, device to slot": lambda: call(d, "cuMemcpyDtoHAsync_v2", self.slot, a, self.piece, s),
+            "staged: copy in, slot to device": lambda: call(d, "cuMemcpyHtoDAsync_v2", b, self.slot, self.piece, s),
+            "staged: signal, word of host memory": lambda: call(d, write, s, host_word, 7, 0),
+            "staged: stream wait, word of host memory": lambda: call(d, wait_for, s, host_word, 7, 0),
             "staged: event between two streams": lambda: d.wait_for_event(self.stream, d.record_event(of_transport)),
             "staged: a whole all-to-all of 64 MiB": self.exchange,
-            "signal, word of device memory": lambda: d.write_word(word, 7, s),
-            "stream wait, word of device memory": lambda: d.wait_for_word(word, 7, s),
+            "signal, word of device memory": lambda: call(d, write, s, word, 7, 0),
+            "stream wait, word of device memory": lambda: call(d, wait_for, s, word, 7, 0),
             "any kernel (an addition)": lambda: torch.add(self.words, 1, out=self.words),
         }
 
@@ -101,7 +103,7 @@ class ZeroSm:
                     return (time.perf_counter() - start) * 1e3
             return None
         finally:
-            self.driver.write_word(self.stop.data_ptr(), 1, self.stopping)
+            call(self.driver, "cuStreamWriteValue32_v2", self.stopping, self.stop.data_ptr(), 1, 0)
             torch.cuda.synchronize()
 
     def prove(self) -> dict[str, float | None]:

@@ -136,6 +136,11 @@ def pair_of_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
+def call(driver: Any, name: str, *arguments: Any) -> None:
+    """Call a function of libcuda."""
+    driver.raise_on_error(name, driver.calls[name](*arguments))
+
+
 class Beside:
     """What runs beside the computation. Starts a transfer and says how fast it was."""
 
@@ -174,8 +179,9 @@ class Beside:
         start, end = pair_of_events()
         driver, ((outwards, _), (inwards, _)) = self.transport.driver, self.transport.streams[2]
         start.record(torch.cuda.ExternalStream(outwards))
-        driver.copy_to_host(self.host.data_ptr(), self.data.data_ptr(), self.nbytes, outwards)
-        driver.copy_to_device(self.to.data_ptr(), self.host.data_ptr() + self.nbytes, self.nbytes, inwards)
+        data, to, host = self.data.data_ptr(), self.to.data_ptr(), self.host.data_ptr()
+        call(driver, "cuMemcpyDtoHAsync_v2", host, data, self.nbytes, outwards)
+        call(driver, "cuMemcpyHtoDAsync_v2", to, host + self.nbytes, self.nbytes, inwards)
         driver.wait_for_event(outwards, driver.record_event(inwards))
         end.record(torch.cuda.ExternalStream(outwards))
         return Transfer(start, end, self.nbytes)

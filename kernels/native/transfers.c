@@ -10,6 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define WORD_STRIDE 64 /* bytes */
 #define MAX_STREAMS 8 /* per priority: outbound, then inbound */
 #define COUNTS_DIFFER -1
 
@@ -36,8 +37,8 @@ struct driver_calls {
 struct lane { /* slot_rings.Lane */
     int64_t peer, sends, slots, piece_bytes;
     uint64_t data_address, wait_address, signal_address;
-    uint64_t host_words; /* host address of the words that this side waits for, or 0 */
-    int64_t word_stride, next_piece;
+    uint64_t host_words; /* host address of the words that this side waits for */
+    int64_t next_piece;
 };
 
 struct channel { /* one priority of a transport; issue.py */
@@ -84,8 +85,7 @@ static int64_t leave(const struct driver_calls *calls, int pushed, int64_t statu
 /* Whether the host can see that a piece may move; then its stream need not wait. */
 static int is_reached(const struct lane *lane, int64_t slot, int64_t round)
 {
-    if (!lane->host_words) return 0;
-    const uint32_t *word = (const uint32_t *)(uintptr_t)(lane->host_words + slot * lane->word_stride);
+    const uint32_t *word = (const uint32_t *)(uintptr_t)(lane->host_words + slot * WORD_STRIDE);
     return __atomic_load_n(word, __ATOMIC_ACQUIRE) - (uint32_t)round < 0x80000000u;
 }
 
@@ -98,14 +98,14 @@ static int64_t move(struct message *m, struct lane *lane, int64_t offset, int64_
     void *stream = channel->streams[s];
     int64_t piece = lane->next_piece, slot = piece % lane->slots, round = piece / lane->slots + 1;
     int64_t awaited_round = lane->sends ? round - 1 : round;
-    uint64_t data, signal = lane->signal_address + slot * lane->word_stride;
+    uint64_t data, signal = lane->signal_address + slot * WORD_STRIDE;
 
     if (!(m->is_used & 1u << s)) {
         CALL(wait_for_event, stream, channel->ready, 0);
         m->is_used |= 1u << s;
     }
     if (awaited_round && !is_reached(lane, slot, awaited_round))
-        CALL(wait_for_word, stream, lane->wait_address + slot * lane->word_stride, (uint32_t)awaited_round, 0);
+        CALL(wait_for_word, stream, lane->wait_address + slot * WORD_STRIDE, (uint32_t)awaited_round, 0);
     data = lane->data_address + slot * lane->piece_bytes;
     if (lane->sends)
         CALL(copy_to_host, (void *)(uintptr_t)data, m->x + offset, nbytes, stream);

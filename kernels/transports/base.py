@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from freescale.compat import distributed
 from freescale.kernels.transports import watch
 from freescale.kernels.transports.issue import Channel, Issuer
-from freescale.kernels.transports.slot_rings import level_of
+from freescale.kernels.transports.slot_rings import Lane, level_of
 from freescale.kernels.transports.watch import DeviceResources, InFlight, Message
 
 # Ahead of every round that a stream may wait for, as wrapping 32-bit numbers: releases the wait.
@@ -59,33 +59,37 @@ class TransportWork(dist.Work):
 class CopyTransport(ABC):
     """All-to-alls of one group. A subclass defines the lanes of the pieces.
 
-    Its constructor opens resources through `_resources`, sets `streams`, calls `_open_channels` and, last,
-    `_start_watching`.
+    Its constructor opens resources through `_resources`, sets `liveness`, calls `_open_channels` and, last,
+    `watch.start_watching`.
     """
 
     name: ClassVar[str]
+    liveness: watch.Liveness
 
     def __init__(self, group: dist.ProcessGroup, driver: Any, timeout: float | None = None) -> None:
         self.group, self.driver = group, driver
         self.rank, self.world = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
         self.timeout = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
-        self.liveness: watch.Liveness | None = None
         self.error: str | None = None
         self.launched = 0
         self.in_flight = InFlight(driver.is_done)
         self._launch_lock = threading.Lock()
-        self._stop_watching = threading.Event()
+        self.stop_watching = threading.Event()
         self._resources = DeviceResources(driver)
-        self._finalizer = weakref.finalize(self, _give_back, self._resources, self._stop_watching)
-        self.streams: list[tuple[list[int], list[int]]] = []  # by priority level: outbound, inbound
+        self._finalizer = weakref.finalize(self, _give_back, self._resources, self.stop_watching)
 
-    def _open_channels(self, channels: Sequence[Channel]) -> None:
-        """Open the channels, one per priority level."""
+    def _open_channels(self, lane: Callable[[int, int, bool], Lane], piece_bytes: int) -> None:
+        """Open the streams and lanes of all priority levels. `lane(peer, level, sends)` returns one lane."""
+        self.streams = self._resources.open_streams()  # by level: outbound, inbound
+        self.lanes: list[Lane] = []
+        channels = []
+        for level, streams in enumerate(self.streams):
+            out, back = ([lane(peer, level, sends) for peer in range(self.world)] for sends in (True, False))
+            self.lanes += [*out, *back]
+            channels.append(Channel(self.rank, *streams, out, back, piece_bytes))
+        self._wait_words = [lane.wait_words for lane in self.lanes]
         self._issuer = Issuer(self.driver, channels)
-
-    def _start_watching(self) -> None:
-        watch.start_watching(self, self._stop_watching)
 
     # ---- defined by subclasses -------------------------------------------------------------------------
 
@@ -93,9 +97,9 @@ class CopyTransport(ABC):
     def missing_peers(self) -> set[int]:
         """Peers that the issued messages still depend on."""
 
-    @abstractmethod
     def release_waits(self) -> None:
         """Release every stream of this rank that waits for a peer. Called repeatedly until none waits."""
+        release_words(self._wait_words)
 
     def _host_is_sending(self) -> bool:
         """Whether the host still has to send data that has been copied off the device."""
@@ -115,7 +119,8 @@ class CopyTransport(ABC):
         self, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int, priority: int
     ) -> tuple[torch.Tensor, TransportWork]:
         """launch(), for a caller that registers a Work of its own."""
-        send_counts, recv_counts = _host_counts(send_counts), _host_counts(recv_counts)
+        # as the C code reads them; usually they are
+        send_counts, recv_counts = (c.to("cpu", torch.int64).contiguous() for c in (send_counts, recv_counts))
         lengths = send_counts.shape[0], recv_counts.shape[0]
         if lengths != (self.world, self.world):
             raise ValueError(
@@ -135,8 +140,7 @@ class CopyTransport(ABC):
                 )
             message = Message(self.launched, priority, time.monotonic(), current, done, (x, out))
             self.launched += 1
-            if self.liveness is not None:
-                self.liveness.set_launched(self.launched)
+            self.liveness.set_launched(self.launched)
             self.in_flight.add(message)
         return out, TransportWork(self, message)
 
@@ -178,8 +182,7 @@ class CopyTransport(ABC):
         """Keep the first error, then release everything that waits."""
         if self.error is None:
             self.error = f"freescale: {self.name}: {reason}"
-            if self.liveness is not None:
-                self.liveness.report_failure(culprits)
+            self.liveness.report_failure(culprits)
         self.release_waits()
 
     def describe_peers(self, peers: Iterable[int]) -> str:
@@ -209,13 +212,6 @@ class CopyTransport(ABC):
 def _give_back(resources: DeviceResources, stop_watching: threading.Event) -> None:
     stop_watching.set()
     resources.close()
-
-
-def _host_counts(counts: torch.Tensor) -> torch.Tensor:
-    """Counts as the C code reads them."""
-    if counts.dtype == torch.int64 and not counts.is_cuda and counts.is_contiguous():
-        return counts
-    return counts.to("cpu", torch.int64).contiguous()
 
 
 def release_words(words: list[np.ndarray]) -> None:

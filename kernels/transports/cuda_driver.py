@@ -39,6 +39,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 INVALID_CONTEXT, NOT_READY = 201, 600  # codes
 
 
+@cache
 def load() -> dict[str, Any]:
     """Return the functions by name."""
     try:
@@ -59,7 +60,7 @@ def error_name(calls: dict[str, Any], code: int) -> str:
     return text.value.decode() if text.value else str(code)
 
 
-_PORTABLE_AND_MAPPED, _NON_BLOCKING, _AT_LEAST, _NO_TIMING = 3, 1, 0, 2
+_PORTABLE_AND_MAPPED, _NON_BLOCKING, _NO_TIMING = 3, 1, 2
 _idle_events: dict[tuple[int, bool], list[int]] = {}  # per device and timing: free handles
 
 
@@ -79,17 +80,10 @@ class DriverEvent:
 class CudaDriver:
     """Driver calls for one device. Streams and addresses are plain integers."""
 
-    calls: dict[str, Any] | None = None  # loaded on first use
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        if CudaDriver.calls is None:
-            CudaDriver.calls = load()
-        calls = CudaDriver.calls
-        self._device_to_host, self._host_to_device = calls["cuMemcpyDtoHAsync_v2"], calls["cuMemcpyHtoDAsync_v2"]
-        self._write_value, self._wait_value = calls["cuStreamWriteValue32_v2"], calls["cuStreamWaitValue32_v2"]
-        self._query = calls["cuEventQuery"]
+        self.calls = load()
         self.context = self._device_context()
 
     def _device_context(self) -> int:
@@ -101,14 +95,12 @@ class CudaDriver:
         return context.value
 
     def _call(self, name: str, *arguments: Any) -> None:
-        assert CudaDriver.calls is not None
-        self.raise_on_error(name, CudaDriver.calls[name](*arguments))
+        self.raise_on_error(name, self.calls[name](*arguments))
 
     def raise_on_error(self, name: str, code: int) -> None:
         if code == 0:
             return
-        assert CudaDriver.calls is not None
-        error = error_name(CudaDriver.calls, code)
+        error = error_name(self.calls, code)
         raise RuntimeError(f"freescale: {name.removesuffix('_v2')} failed on {self.device}: {error}")
 
     def _enter_context(self) -> bool:
@@ -128,9 +120,8 @@ class CudaDriver:
         return cuda.current_device() == self._index
 
     def _call_in_context(self, name: str, *arguments: Any) -> None:
-        assert CudaDriver.calls is not None
         if self._is_current():  # the common case; asking the driver takes as long as the call itself
-            code = CudaDriver.calls[name](*arguments)
+            code = self.calls[name](*arguments)
             if code != INVALID_CONTEXT:
                 self.raise_on_error(name, code)
                 return
@@ -178,31 +169,13 @@ class CudaDriver:
 
     # ---- in stream order -------------------------------------------------------------------------------
 
-    def copy_to_host(self, to: int, data: int, nbytes: int, stream: int) -> None:
-        """Device to pinned host memory."""
-        self.raise_on_error("cuMemcpyDtoHAsync", self._device_to_host(to, data, nbytes, stream))
-
-    def copy_to_device(self, to: int, data: int, nbytes: int, stream: int) -> None:
-        """Pinned host memory to the device."""
-        self.raise_on_error("cuMemcpyHtoDAsync", self._host_to_device(to, data, nbytes, stream))
-
-    def write_word(self, address: int, value: int, stream: int) -> None:
-        """Write a 32-bit word after all earlier work of the stream."""
-        self.raise_on_error("cuStreamWriteValue32", self._write_value(stream, address, value & 0xFFFFFFFF, 0))
-
-    def wait_for_word(self, address: int, value: int, stream: int) -> None:
-        """Block the stream until the word is at least `value`, as a wrapping number."""
-        self.raise_on_error("cuStreamWaitValue32", self._wait_value(stream, address, value & 0xFFFFFFFF, _AT_LEAST))
-
-    # ---- between streams -------------------------------------------------------------------------------
-
     def current_stream(self) -> int:
         """torch's current stream in this thread."""
         assert cuda.current_stream_handle is not None
         return cuda.current_stream_handle(self._index)
 
     def upload(self, to: int, data: int, nbytes: int, stream: int) -> None:
-        """copy_to_device, regardless of the thread's current context."""
+        """Copy pinned host memory to the device."""
         self._call_in_context("cuMemcpyHtoDAsync_v2", to, data, nbytes, stream)
 
     def record(self, event: DriverEvent, stream: int) -> None:
@@ -217,10 +190,10 @@ class CudaDriver:
         self._call_in_context("cuStreamWaitEvent", stream, event.handle, 0)
 
     def is_done(self, event: DriverEvent) -> bool:
-        code = self._query(event.handle)
+        code = self.calls["cuEventQuery"](event.handle)
         if code == INVALID_CONTEXT:
             self._enter_context()  # the thread had no context
-            code = self._query(event.handle)
+            code = self.calls["cuEventQuery"](event.handle)
         if code == NOT_READY:
             return False
         self.raise_on_error("cuEventQuery", code)
@@ -237,12 +210,3 @@ class CudaDriver:
 def driver_of(device: torch.device) -> CudaDriver:
     """The driver of a device, for events on streams that no transport opened."""
     return CudaDriver(device)
-
-
-def refuse_without_caching(what: str) -> None:
-    """For transports whose Python threads send what the device has copied."""
-    if cuda.cuda_caching_disabled():
-        raise RuntimeError(
-            f"freescale: {what} cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING set: freeing a tensor would wait for "
-            "the device while holding the GIL, which the sending threads need"
-        )

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from freescale.compat import distributed, nixl
+from freescale.compat import cuda, distributed, nixl
+from freescale.kernels.transports import watch
 from freescale.kernels.transports.base import CopyTransport, release_words
-from freescale.kernels.transports.cuda_driver import CudaDriver, refuse_without_caching
-from freescale.kernels.transports.issue import Channel
+from freescale.kernels.transports.cuda_driver import CudaDriver
 from freescale.kernels.transports.nixl_relay import NixlRelay, PeerReports, PeerSlots
 from freescale.kernels.transports.shared_segment import cpu_group
-from freescale.kernels.transports.slot_rings import PAGE_BYTES, PRIORITY_LEVELS, WORD_STRIDE, Lane
+from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, WORD_STRIDE, Lane, fit_slots
 
 RING_BYTES = 256 << 20  # per rank
 PIECE_BYTES = 4 << 20  # maximum, per slot
@@ -46,6 +46,10 @@ class HostLayout:
     world: int
     slots: int
     piece_bytes: int
+
+    @classmethod
+    def fitting(cls, world: int, ring_bytes: int, piece_bytes: int) -> HostLayout:
+        return cls(world, *fit_slots("nixl", world, 2 * PRIORITY_LEVELS, ring_bytes, piece_bytes))
 
     @property
     def level_bytes(self) -> int:
@@ -64,19 +68,6 @@ class HostLayout:
         return self.words_offset(PRIORITY_LEVELS, 0, 0)
 
 
-def fit_layout(world: int, ring_bytes: int, piece_bytes: int) -> HostLayout:
-    """The largest piece size up to `piece_bytes` for which a rank's slots fit in `ring_bytes`."""
-    slots = max(2, 8 // world)
-    rings = 2 * PRIORITY_LEVELS * world * slots
-    fitting = min(piece_bytes, ring_bytes // rings) // PAGE_BYTES * PAGE_BYTES
-    if fitting < PAGE_BYTES:
-        raise ValueError(
-            f"freescale: nixl: the slots of {world} ranks need at least {rings * PAGE_BYTES} bytes and pieces of "
-            f"{PAGE_BYTES}, found ring_bytes={ring_bytes}, piece_bytes={piece_bytes}"
-        )
-    return HostLayout(world, slots, fitting)
-
-
 class NixlTransport(CopyTransport):
     """Ranks on any hosts."""
 
@@ -89,16 +80,7 @@ class NixlTransport(CopyTransport):
         self.layout, self.pinned_bytes = layout, layout.nbytes
         self._memory = np.frombuffer(mmap.mmap(-1, layout.nbytes), np.uint8)
         self._mapped = self._resources.pin(self._memory)
-        self.streams = self._resources.open_streams()
-        levels, peers = range(PRIORITY_LEVELS), range(self.world)
-        lanes_out = [[self._lane(level, peer, True) for peer in peers] for level in levels]
-        lanes_in = [[self._lane(level, peer, False) for peer in peers] for level in levels]
-        lanes = zip(lanes_out, lanes_in, strict=True)
-        self._open_channels(
-            [Channel(self.rank, *ways, *of, layout.piece_bytes) for ways, of in zip(self.streams, lanes, strict=True)]
-        )
-        all_lanes = [lane for of_level in (*lanes_out, *lanes_in) for lane in of_level]
-        self._wait_words = [lane.wait_words for lane in all_lanes if lane.wait_words is not None]
+        self._open_channels(self._lane, layout.piece_bytes)
         self._stop_threads, self._released = threading.Event(), threading.Event()
         self._agents: list[nixl.Agent] = []
         self._threads: list[NixlRelay] = []
@@ -110,13 +92,13 @@ class NixlTransport(CopyTransport):
         self._threads += self._connect(gloo_group)
         for thread in self._threads:
             thread.start()
-        self._start_watching()
+        watch.start_watching(self)
 
     def _words(self, level: int, kind: int, peer: int) -> np.ndarray:
         begin = self.layout.words_offset(level, kind, peer)
         return self._memory[begin : begin + self.layout.slots * WORD_STRIDE].view(np.uint32)[:: WORD_STRIDE // 4]
 
-    def _lane(self, level: int, peer: int, sends: bool) -> Lane:
+    def _lane(self, peer: int, level: int, sends: bool) -> Lane:
         # A rank's lane to itself is one ring: both ends see the same slots and words.
         out = sends or peer == self.rank
         full, free = (_OUT_FULL, _OUT_FREE) if out else (_IN_FULL, _IN_FREE)
@@ -142,7 +124,7 @@ class NixlTransport(CopyTransport):
                 agents.append(nixl.Agent(name, address + layout.data_offset(level, False, 0), layout.level_bytes))
         except Exception as error:  # noqa: BLE001  (reported to the other ranks)
             problem = f"{type(error).__name__}: {error}"
-        places = _gather((problem, address, [(a.name, a.metadata()) for a in agents]), gloo_group)
+        places = distributed.gather_objects((problem, address, [(a.name, a.metadata()) for a in agents]), gloo_group)
         _raise_first(self.ranks, [problem for problem, _, _ in places])
         others = [p for p in range(self.world) if p != self.rank]
         try:
@@ -151,7 +133,7 @@ class NixlTransport(CopyTransport):
                     agent.connect(*places[peer][2][level])
         except Exception as error:  # noqa: BLE001
             problem = f"{type(error).__name__}: {error}"
-        _raise_first(self.ranks, _gather(problem, gloo_group))
+        _raise_first(self.ranks, distributed.gather_objects(problem, gloo_group))
         return [
             self._relay(level, agent, [p[2][level][0] for p in places], {p: places[p][1] for p in others})
             for level, agent in enumerate(agents)
@@ -195,13 +177,7 @@ class NixlTransport(CopyTransport):
 
     def release_waits(self) -> None:
         self._released.set()
-        release_words(self._wait_words)
-
-
-def _gather(said: Any, gloo_group: dist.ProcessGroup) -> list[Any]:
-    heard = [None] * gloo_group.size()
-    dist.all_gather_object(heard, said, group=gloo_group)
-    return heard
+        super().release_waits()
 
 
 def _raise_first(ranks: Sequence[int], problems: Sequence[str]) -> None:
@@ -248,10 +224,14 @@ def open_transport(
     driver: Any = None,
 ) -> CopyTransport:
     """Open the group's transport. Collective: every rank passes the same arguments."""
-    refuse_without_caching("nixl")
+    if cuda.cuda_caching_disabled():
+        raise RuntimeError(
+            "freescale: nixl cannot run with PYTORCH_NO_CUDA_MEMORY_CACHING set: freeing a tensor would wait for the "
+            "device while holding the GIL, which the sending threads need"
+        )
     if driver is None:
         driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
     seconds = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
     gloo_group = cpu_group(group, max(seconds, _OPEN_SECONDS))
-    _raise_first(dist.get_process_group_ranks(group), _gather(nixl.missing_reason(), gloo_group))
-    return NixlTransport(group, driver, seconds, gloo_group, fit_layout(group.size(), ring_bytes, piece_bytes))
+    _raise_first(dist.get_process_group_ranks(group), distributed.gather_objects(nixl.missing_reason(), gloo_group))
+    return NixlTransport(group, driver, seconds, gloo_group, HostLayout.fitting(group.size(), ring_bytes, piece_bytes))

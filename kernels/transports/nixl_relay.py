@@ -63,18 +63,12 @@ class PeerReports:
 
     def __init__(self, relays: list[NixlRelay]) -> None:
         self._relays = relays  # one of them notifies the others
-        self._lost: dict[int, int] = {}  # peer -> the rank to name: itself, or the one it reported
-        self._launched: dict[int, int] = {}  # peer -> messages launched when last asked
+        self.lost: dict[int, int] = {}  # peer -> the rank to name: itself, or the one it reported
+        self.launched_by: dict[int, int] = {}  # peer -> messages launched when last asked
         self.launched = 0  # by this rank
 
     def lost_peers(self) -> dict[int, int]:
-        return dict(self._lost)
-
-    def is_lost(self, peer: int) -> bool:
-        return peer in self._lost
-
-    def note_lost(self, peer: int, culprit: int) -> None:
-        self._lost.setdefault(peer, culprit)
+        return dict(self.lost)
 
     def report_failure(self, culprits: set[int]) -> None:
         for relay in self._relays[:1] if culprits else ():
@@ -83,12 +77,9 @@ class PeerReports:
     def set_launched(self, messages: int) -> None:
         self.launched = messages
 
-    def note_launched(self, peer: int, messages: int) -> None:
-        self._launched[peer] = messages
-
     def peers_behind(self, messages: int) -> set[int]:
         """Peers not known to have launched this many. A peer that is itself waiting reports it."""
-        return {p for relay in self._relays[:1] for p in relay.peers if self._launched.get(p, 0) < messages}
+        return {p for relay in self._relays[:1] for p in relay.peers if self.launched_by.get(p, 0) < messages}
 
 
 class NixlRelay(threading.Thread):
@@ -139,7 +130,7 @@ class NixlRelay(threading.Thread):
     def tell_lost(self, culprit: int) -> None:
         """Report the failed rank, so that other ranks name it and not this rank, which stops too."""
         for peer in self._writing:
-            if peer != culprit and not self._reports.is_lost(peer):
+            if peer != culprit and peer not in self._reports.lost:
                 self._notify(peer, _LOST, culprit)
 
     # ---- the thread --------------------------------------------------------------------------------------
@@ -172,7 +163,7 @@ class NixlRelay(threading.Thread):
     def _move(self, peer: int) -> bool:
         """Do everything that is possible now, without waiting. Most peers are idle at any time."""
         writing, reading, moved = self._writing[peer], self._reading[peer], False
-        if (writing.sizes or writing.posted or reading.full) and not self._reports.is_lost(peer):
+        if (writing.sizes or writing.posted or reading.full) and peer not in self._reports.lost:
             moved = bool(writing.sizes) and self._post(peer)
             moved |= bool(writing.posted) and self._finish_posted(peer)
             moved |= bool(reading.full) and self._give_slots_back(peer)
@@ -209,7 +200,7 @@ class NixlRelay(threading.Thread):
                 self._notify(peer, _LAUNCHED, self._reports.launched)
                 continue
             if kind == _LAUNCHED:
-                self._reports.note_launched(peer, number)
+                self._reports.launched_by[peer] = number
                 continue
             moved = True
             slot, round_ = self._slot_and_round(number)
@@ -221,7 +212,7 @@ class NixlRelay(threading.Thread):
             elif kind == _EMPTIED:
                 self._writing[peer].emptied[slot] = round_
             else:
-                self._reports.note_lost(peer, number)
+                self._reports.lost.setdefault(peer, number)
         return moved
 
     def _may_post(self, writing: _Writing) -> tuple[bool, bool]:
@@ -240,7 +231,7 @@ class NixlRelay(threading.Thread):
             try:
                 handle = self.agent.write(self.names[peer], *addresses, writing.sizes[0], notification)
             except nixl.PeerLost:
-                self._reports.note_lost(peer, peer)
+                self._reports.lost.setdefault(peer, peer)
                 return moved
             writing.posted[number] = handle
             writing.sizes.popleft()
@@ -255,7 +246,7 @@ class NixlRelay(threading.Thread):
                 if not self.agent.is_written(handle):
                     continue
             except nixl.PeerLost:
-                self._reports.note_lost(peer, peer)
+                self._reports.lost.setdefault(peer, peer)
                 return moved
             slot, round_ = self._slot_and_round(number)
             writing.slots.out_free[slot] = round_
@@ -278,7 +269,7 @@ class NixlRelay(threading.Thread):
         try:
             self.agent.notify(self.names[peer], _NOTIFICATION.pack(kind, number))
         except nixl.PeerLost:
-            self._reports.note_lost(peer, peer)
+            self._reports.lost.setdefault(peer, peer)
 
     def _ping(self) -> None:
         """Ask the peers that this rank waits for about their progress. NIXL reports a dead peer."""
@@ -286,7 +277,7 @@ class NixlRelay(threading.Thread):
         if now - self._pinged > _PING_SECONDS:
             self._pinged = now
             for peer in self.awaited_peers():
-                if not self._reports.is_lost(peer):
+                if peer not in self._reports.lost:
                     self._notify(peer, _PING, 0)
 
     def _waits_to_write(self, peer: int) -> bool:

@@ -38,38 +38,32 @@ class Lane(ctypes.Structure):
     data_address: int  # of the first slot
     wait_address: int  # of the first word that this side waits for
     signal_address: int  # of the first word that this side writes
-    host_words: int  # host address of the words that this side waits for; 0: not readable
-    word_stride: int
+    host_words: int  # host address of the words that this side waits for
     next_piece: int
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("peer", "sends", "slots", "piece_bytes")),
         *((name, ctypes.c_uint64) for name in ("data_address", "wait_address", "signal_address", "host_words")),
-        *((name, ctypes.c_int64) for name in ("word_stride", "next_piece")),
+        ("next_piece", ctypes.c_int64),
     ]
 
-    def __init__(self, *, wait_words: np.ndarray | None = None, **numbers: int) -> None:
-        """`wait_words`: the words that this side waits for, if the host can read them."""
-        super().__init__(**numbers, word_stride=WORD_STRIDE)
+    def __init__(self, wait_words: np.ndarray, **numbers: int) -> None:
+        """`wait_words`: the words that this side waits for."""
+        assert wait_words.strides == (WORD_STRIDE,)
+        super().__init__(**numbers, host_words=wait_words.ctypes.data)
         self.wait_words = wait_words
-        if wait_words is not None:
-            assert wait_words.strides == (WORD_STRIDE,)
-            self.host_words = wait_words.ctypes.data
-
-    def slot(self, piece: int) -> int:
-        return piece % self.slots
 
     def awaited_round(self, piece: int) -> int:
         """The round that the word must reach before piece number `piece` may move."""
         return piece // self.slots + (0 if self.sends else 1)
 
-    def may_move(self, piece: int, wait_words: np.ndarray) -> bool:
-        return at_least(int(wait_words[piece % self.slots]), self.awaited_round(piece))
+    def may_move(self, piece: int) -> bool:
+        return at_least(int(self.wait_words[piece % self.slots]), self.awaited_round(piece))
 
-    def is_blocked(self, wait_words: np.ndarray) -> bool:
+    def is_blocked(self) -> bool:
         """Whether an issued piece cannot move yet. (Pieces of two streams may overtake each other.)"""
         issued = range(max(0, self.next_piece - self.slots), self.next_piece)
-        return not all(self.may_move(piece, wait_words) for piece in issued)
+        return not all(map(self.may_move, issued))
 
 
 def at_least(word: int, value: int) -> bool:
@@ -85,6 +79,10 @@ class SharedLayout:
     world: int
     slots: int
     piece_bytes: int
+
+    @classmethod
+    def fitting(cls, world: int, ring_bytes: int, piece_bytes: int) -> SharedLayout:
+        return cls(world, *fit_slots("staged", world, PRIORITY_LEVELS, ring_bytes, piece_bytes))
 
     @property
     def lanes(self) -> int:
@@ -107,17 +105,17 @@ class SharedLayout:
         return self.data_offset(self.lanes)
 
 
-def fit_layout(world: int, ring_bytes: int, piece_bytes: int) -> SharedLayout:
-    """The largest piece size up to `piece_bytes` for which one rank's lanes fit in `ring_bytes`."""
+def fit_slots(name: str, world: int, rings_per_peer: int, ring_bytes: int, piece_bytes: int) -> tuple[int, int]:
+    """Slots of a ring, and the largest piece size up to `piece_bytes` for which a rank's rings fit in `ring_bytes`."""
     slots = max(2, 8 // world)
-    fitting = min(piece_bytes, ring_bytes // (world * PRIORITY_LEVELS * slots)) // PAGE_BYTES * PAGE_BYTES
+    in_all = world * rings_per_peer * slots
+    fitting = min(piece_bytes, ring_bytes // in_all) // PAGE_BYTES * PAGE_BYTES
     if fitting < PAGE_BYTES:
-        least = world * PRIORITY_LEVELS * slots * PAGE_BYTES
         raise ValueError(
-            f"freescale: a ring for {world} ranks needs at least {least} bytes and pieces of {PAGE_BYTES}, "
-            f"found ring_bytes={ring_bytes}, piece_bytes={piece_bytes}"
+            f"freescale: {name}: the slots of {world} ranks need at least {in_all * PAGE_BYTES} bytes and pieces of "
+            f"{PAGE_BYTES}, found ring_bytes={ring_bytes}, piece_bytes={piece_bytes}"
         )
-    return SharedLayout(world, slots, fitting)
+    return slots, fitting
 
 
 def _round_up(nbytes: int) -> int:

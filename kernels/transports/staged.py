@@ -11,19 +11,17 @@ Memory is bounded by `ring_bytes` per rank, allocated once; a sender without a f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels.transports import slot_rings
+from freescale.kernels.transports import watch
 from freescale.kernels.transports.base import CopyTransport, release_words
 from freescale.kernels.transports.cuda_driver import CudaDriver
-from freescale.kernels.transports.issue import Channel
 from freescale.kernels.transports.shared_segment import PeerLiveness, SharedSegment, cpu_group, share_segment
-from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, Lane
+from freescale.kernels.transports.slot_rings import Lane, SharedLayout
 
 RING_BYTES = 256 << 20  # per rank
 PIECE_BYTES = 8 << 20  # maximum, per slot
@@ -40,28 +38,19 @@ class SharedMemoryTransport(CopyTransport):
         driver: Any,
         timeout: float | None,
         segment: SharedSegment,
-        layout: slot_rings.SharedLayout,
+        layout: SharedLayout,
     ) -> None:
         super().__init__(group, driver, timeout)
         self.segment, self.layout = segment, layout
         self._resources.on_close(segment.close)
-        mapped = self._resources.pin(segment.bytes)
-        self.streams = self._resources.open_streams()
+        self._mapped = self._resources.pin(segment.bytes)
         self.liveness = PeerLiveness(segment, self.rank, self.world)
-        levels, peers = range(PRIORITY_LEVELS), range(self.world)
-        self._lanes_out = [[self._lane(peer, level, True, mapped) for peer in peers] for level in levels]
-        self._lanes_in = [[self._lane(peer, level, False, mapped) for peer in peers] for level in levels]
-        lanes = zip(self._lanes_out, self._lanes_in, strict=True)
-        self._open_channels(
-            [Channel(self.rank, *ways, *of, layout.piece_bytes) for ways, of in zip(self.streams, lanes, strict=True)]
-        )
-        self._wait_words = [lane.wait_words for lane in self._all_lanes() if lane.wait_words is not None]
+        self._open_channels(self._lane, layout.piece_bytes)
         self._resources.on_close(release_words, self._wait_words)
         self.pinned_bytes = segment.nbytes  # per host, not per rank: all ranks pin the same memory
-        self._start_watching()
+        watch.start_watching(self)
 
-    def _lane(self, peer: int, level: int, sends: bool, mapped: int) -> Lane:
-        """`mapped`: device address of the segment."""
+    def _lane(self, peer: int, level: int, sends: bool) -> Lane:
         lane = self.layout.lane(self.rank, peer, level) if sends else self.layout.lane(peer, self.rank, level)
         full, free = self.layout.full_offset(lane), self.layout.free_offset(lane)
         waits, signals = (free, full) if sends else (full, free)
@@ -71,23 +60,13 @@ class SharedMemoryTransport(CopyTransport):
             slots=self.layout.slots,
             piece_bytes=self.layout.piece_bytes,
             data_address=self.segment.address + self.layout.data_offset(lane),
-            wait_address=mapped + waits,
-            signal_address=mapped + signals,
+            wait_address=self._mapped + waits,
+            signal_address=self._mapped + signals,
             wait_words=self.segment.words(waits, self.layout.slots),
         )
 
-    def _all_lanes(self) -> Iterable[Lane]:
-        return (lane for lanes in (*self._lanes_out, *self._lanes_in) for lane in lanes)
-
     def missing_peers(self) -> set[int]:
-        return {
-            lane.peer
-            for lane in self._all_lanes()
-            if lane.peer != self.rank and lane.wait_words is not None and lane.is_blocked(lane.wait_words)
-        }
-
-    def release_waits(self) -> None:
-        release_words(self._wait_words)
+        return {lane.peer for lane in self.lanes if lane.peer != self.rank and lane.is_blocked()}
 
 
 def open_transport(
@@ -103,7 +82,7 @@ def open_transport(
         driver = CudaDriver(device if device is not None else torch.device("cuda", torch.cuda.current_device()))
     seconds = timeout if timeout is not None else distributed.timeout_of(group).total_seconds()
     gloo_group = cpu_group(group, seconds)
-    layout = slot_rings.fit_layout(group.size(), ring_bytes, piece_bytes)
+    layout = SharedLayout.fitting(group.size(), ring_bytes, piece_bytes)
     segment, reason = share_segment(layout.nbytes, group.rank(), gloo_group)
     if segment is None:
         raise RuntimeError(f"freescale: staged: the ranks cannot share memory: {reason}")

@@ -12,16 +12,19 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
-from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS, level_of
+from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS
 
-_MANY = 8  # messages per priority before the device is polled
+if TYPE_CHECKING:
+    from freescale.kernels.transports.base import CopyTransport
+
+_MANY = 16  # messages before the device is polled
 
 
 @dataclass(slots=True)
@@ -42,33 +45,22 @@ class InFlight:
 
     def __init__(self, is_done: Callable[[Any], bool]) -> None:
         """`is_done`: whether the device has reached an event."""
-        self._is_done, self._lock = is_done, threading.RLock()
-        self._by_level: tuple[deque[Message], ...] = tuple(deque() for _ in range(PRIORITY_LEVELS))
-
-    @property
-    def messages(self) -> list[Message]:
-        """Messages in launch order."""
-        with self._lock:
-            return sorted((m for messages in self._by_level for m in messages), key=lambda m: m.number)
+        self._is_done, self._lock = is_done, threading.Lock()
+        self.messages: deque[Message] = deque()  # in launch order
 
     def add(self, message: Message) -> None:
-        """Add a message. If its priority has many, drop finished ones: lists stay short, few launches poll the device,
-        and the cost of a launch does not depend on the messages in flight."""
+        """Add a message. If there are many, drop the first ones that have finished: the list stays short, few launches
+        poll the device, and the cost of a launch does not depend on the messages in flight."""
         with self._lock:
-            messages = self._by_level[level_of(message.priority)]
-            if len(messages) > _MANY:
-                while messages and self._is_done(messages[0].done):
-                    messages.popleft()
-            messages.append(message)
+            while len(self.messages) > _MANY and self._is_done(self.messages[0].done):
+                self.messages.popleft()
+            self.messages.append(message)
 
     def oldest(self) -> Message | None:
-        """Drop finished messages of all priorities and their memory; return the oldest unfinished one."""
+        """Drop finished messages and their memory; return the oldest unfinished one."""
         with self._lock:
-            unfinished = [m for m in self.messages if not self._is_done(m.done)]
-            for level, of_level in enumerate(self._by_level):
-                of_level.clear()
-                of_level.extend(m for m in unfinished if level_of(m.priority) == level)
-            return unfinished[0] if unfinished else None
+            self.messages = deque(m for m in self.messages if not self._is_done(m.done))
+            return self.messages[0] if self.messages else None
 
 
 _INTERVAL = 0.05  # seconds
@@ -88,35 +80,12 @@ class Liveness(Protocol):
         """Peers that have launched fewer messages."""
 
 
-class WatchedTransport(Protocol):
-    """The interface of a transport that the thread needs."""
-
-    name: ClassVar[str]
-    driver: Any
-    timeout: float
-    rank: int
-    error: str | None
-    in_flight: InFlight
-    liveness: Liveness | None
-
-    @property
-    def global_rank(self) -> int: ...
-
-    def missing_peers(self) -> set[int]: ...
-
-    def describe_peers(self, peers: Iterable[int]) -> str: ...
-
-    def fail(self, reason: str, culprits: set[int]) -> None: ...
-
-    def release_waits(self) -> None: ...
-
-
-def start_watching(transport: WatchedTransport, stop: threading.Event) -> None:
-    arguments = (weakref.ref(transport), stop)
+def start_watching(transport: CopyTransport) -> None:
+    arguments = (weakref.ref(transport), transport.stop_watching)
     threading.Thread(target=_watch, args=arguments, name=f"freescale-{transport.name}", daemon=True).start()
 
 
-def look_for_failure(transport: WatchedTransport, waited: float = 0.0) -> None:
+def look_for_failure(transport: CopyTransport, waited: float = 0.0) -> None:
     """One poll of the watcher thread, or of a thread that has `waited` this many seconds until nothing is in flight,
     including data that the host sends after the device has finished."""
     oldest = transport.in_flight.oldest()
@@ -125,7 +94,7 @@ def look_for_failure(transport: WatchedTransport, waited: float = 0.0) -> None:
     if transport.error is not None:
         transport.release_waits()
         return
-    lost = transport.liveness.lost_peers() if transport.liveness is not None else {}
+    lost = transport.liveness.lost_peers()
     age = time.monotonic() - oldest.launched_at if oldest is not None else waited
     if not lost and age < transport.timeout:
         return
@@ -135,15 +104,13 @@ def look_for_failure(transport: WatchedTransport, waited: float = 0.0) -> None:
     if gone := {lost[p] for p in missing if p in lost}:
         transport.fail(f"{what}: {transport.describe_peers(gone)} gone", gone)
     elif missing and age >= transport.timeout:
-        behind = set()
-        if oldest is not None and transport.liveness is not None:
-            # a peer that launched the message may itself wait for one that did not
-            behind = transport.liveness.peers_behind(oldest.number + 1)
+        # a peer that launched the message may itself wait for one that did not
+        behind = transport.liveness.peers_behind(oldest.number + 1) if oldest is not None else set()
         silent = behind & missing or missing
         transport.fail(f"{what}: {transport.describe_peers(silent)} not responding after {age:.1f} s", silent)
 
 
-def _watch(transport_ref: weakref.ref[WatchedTransport], stop: threading.Event) -> None:
+def _watch(transport_ref: weakref.ref[CopyTransport], stop: threading.Event) -> None:
     bound = False
     while not stop.wait(_INTERVAL):
         transport = transport_ref()

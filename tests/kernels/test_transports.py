@@ -118,13 +118,13 @@ def test_rounds_wrap_around():
 
 def test_a_ring_stays_within_its_size():
     for world in (1, 2, 3, 8, 64):
-        layout = slot_rings.fit_layout(world, 64 << 20, 4 << 20)
+        layout = slot_rings.SharedLayout.fitting(world, 64 << 20, 4 << 20)
         assert layout.lanes // world * layout.slots * layout.piece_bytes <= 64 << 20 and layout.piece_bytes <= 4 << 20
         ends = [layout.data_offset(lane) for lane in range(layout.lanes + 1)]
         assert all(b - a == layout.slots * layout.piece_bytes for a, b in zip(ends, ends[1:], strict=False))
         assert layout.free_offset(layout.lanes) <= layout.data_offset(0) and ends[-1] == layout.nbytes
-    with pytest.raises(ValueError, match="ring for 64 ranks needs at least"):
-        slot_rings.fit_layout(64, 1 << 20, 4 << 20)
+    with pytest.raises(ValueError, match="staged: the slots of 64 ranks need at least"):
+        slot_rings.SharedLayout.fitting(64, 1 << 20, 4 << 20)
 
 
 # ---- whole exchanges ---------------------------------------------------------------------------------------

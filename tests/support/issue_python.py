@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, cycle
 from typing import NamedTuple
 
+from freescale.kernels.transports.slot_rings import WORD_STRIDE
+
 
 class Transfer(NamedTuple):
     """One piece, to or from a peer."""
@@ -61,13 +63,13 @@ class PythonIssuer:
 
     def _move(self, lane, data, nbytes, stream):
         driver, piece = self._driver, lane.next_piece
-        slot, awaited_round = lane.slot(piece), lane.awaited_round(piece)
-        if awaited_round and (lane.wait_words is None or not lane.may_move(piece, lane.wait_words)):
-            driver.wait_for_word(lane.wait_address + slot * lane.word_stride, awaited_round, stream)
+        slot, awaited_round = piece % lane.slots, lane.awaited_round(piece)
+        if awaited_round and not lane.may_move(piece):
+            driver.wait_for_word(lane.wait_address + slot * WORD_STRIDE, awaited_round, stream)
         place = lane.data_address + slot * lane.piece_bytes
         if lane.sends:
             driver.copy_to_host(place, data, nbytes, stream)
         else:
             driver.copy_to_device(data, place, nbytes, stream)
-        driver.write_word(lane.signal_address + slot * lane.word_stride, piece // lane.slots + 1, stream)
+        driver.write_word(lane.signal_address + slot * WORD_STRIDE, piece // lane.slots + 1, stream)
         lane.next_piece += 1
