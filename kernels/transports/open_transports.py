@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels.transports import link_speed, proof, rank_view, selection
+from freescale.kernels.transports import link_speed, proof, selection
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _open_proven(name: str, group: Any, device: torch.device) -> Any:
 
 def _choose(group: Any, device: torch.device, nbytes: int) -> Any:
     """The choice of `auto`; None: c10d. Collective. Logs one line with the reason."""
-    views, nbytes = rank_view.gather(group, device, nbytes)
+    views, nbytes = selection.gather_views(group, device, nbytes)
     candidates = selection.candidates(views)
     open_before = {name for name in selection.SM_FREE if _known(name, group) is not None}
     transport, reason = _open_candidate(candidates, group, device), candidates.reason

@@ -5,7 +5,7 @@
     nixl     copy engines, host memory and NVIDIA's NIXL between hosts, no SM
     auto     one of these, chosen at the first launch of a group
 
-All ranks of a group choose together for `auto`, from what each reports (rank_view.py), so the choice is the same on
+All ranks of a group choose together for `auto`, from what each reports about its machine, so the choice is the same on
 every rank: a transport must be supported by all. The choice is not part of a compiled graph or of torch's cache keys:
 code compiled on one cluster, or on a slow network, runs on another.
 """
@@ -14,9 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from freescale.compat import nixl
-from freescale.kernels.transports.rank_view import RankView
+import torch
+import torch.distributed as dist
+
+from freescale.compat import cuda, distributed, nixl
+from freescale.kernels.transports.shared_segment import cpu_group, host_id
 
 SM_FREE = ("staged", "nixl")
 SM_FREE_MARGIN = 1.2  # an SM-free transport may take this many times as long as the fastest
@@ -32,6 +36,18 @@ RULE = (  # for `python -m freescale doctor`
 
 class UnsupportedTransport(ValueError):
     """A transport was requested by name and is not supported here."""
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank of a group with rows on a GPU."""
+
+    rank: int
+    host: str  # equal for ranks that can share memory
+    gpu: str
+    backend: str = "nccl"  # carries the group's all-to-all of CUDA tensors; empty: none does
+    no_rdma: str = ""  # why this rank has no SM-free RDMA; empty: it has
+    nccl_shares_gpus: bool = False  # NCCL is configured to allow several ranks per GPU
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,45 @@ def unsupported_reason(name: str, device_type: str) -> str:
     if name != "c10d" and device_type != "cuda":
         return f"{name} copies between GPUs and the rows are on the {device_type}"
     return nixl.missing_reason() if name == "nixl" else ""
+
+
+def gather_views(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> tuple[list[RankView], int]:
+    """All ranks' views, in rank order, and the largest `nbytes`. Collective."""
+    everyone = cpu_group(group, distributed.timeout_of(group).total_seconds())
+    views, sizes = zip(*distributed.gather_objects((look(group, device), nbytes), everyone), strict=True)
+    return list(views), max(sizes)
+
+
+def look(group: dist.ProcessGroup, device: torch.device) -> RankView:
+    """This rank's view."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return RankView(
+        dist.get_rank(),
+        host_id(),
+        str(torch.cuda.get_device_properties(device.index or 0).uuid),  # indices may differ between ranks
+        backends.get("cuda", ""),
+        no_rdma_reason(),
+        cuda.nccl_shares_gpus(),
+    )
+
+
+def no_rdma_reason(root: str = "/") -> str:
+    """Why NIXL cannot use RDMA on this host; empty if it can."""
+    devices = sorted(Path(root, "sys/class/infiniband").glob("*"))
+    if not devices:
+        return "there is no RDMA device"
+    if not any(_is_active(port) for device in devices for port in device.glob("ports/*/state")):
+        return "no port of an RDMA device is active"
+    if not any(Path(root, "dev/infiniband").glob("uverbs*")):
+        return "/dev/infiniband is missing, so RDMA devices cannot be used"
+    return "" if nixl.version() is not None else "NIXL is not installed"
+
+
+def _is_active(port: Path) -> bool:
+    try:
+        return "ACTIVE" in port.read_text()
+    except OSError:
+        return False
 
 
 def candidates(views: Sequence[RankView]) -> Candidates:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import nixl
-from freescale.kernels.transports import link_speed, open_transports, proof, rank_view
+from freescale.kernels.transports import link_speed, open_transports, proof, selection
 from host_device import HostDriver
 from listening import listen, with_level
 from ranks import run_ranks
@@ -51,8 +51,8 @@ def _launch(drivers, name, view=None, c10d_seconds=None):
     logging.getLogger("freescale.kernels").setLevel(logging.INFO)
     rank, world = dist.get_rank(), dist.get_world_size()
     if view is not None:
-        mine = rank_view.RankView(rank, **{"host": "a", "gpu": f"gpu {rank}", "backend": "gloo", **view})
-        mock.patch.object(rank_view, "look", lambda group, device: mine).start()
+        mine = selection.RankView(rank, **{"host": "a", "gpu": f"gpu {rank}", "backend": "gloo", **view})
+        mock.patch.object(selection, "look", lambda group, device: mine).start()
     if c10d_seconds is not None:
         mock.patch.object(link_speed, "measure_transports", partial(_with_c10d, link_speed.measure_transports, c10d_seconds)).start()
     open_transports.options[name if name != "auto" else "staged"] = {"driver": drivers[rank](), "ring_bytes": 1 << 20, "piece_bytes": 8192}
@@ -139,8 +139,8 @@ def _part_of_the_world():
     if dist.get_rank() == 1:
         return None
     open_transports.options["staged"] = {"driver": HostDriver(), "ring_bytes": 1 << 20, "piece_bytes": 8192}
-    view = rank_view.RankView(dist.get_rank(), "a", "the only one")
-    with mock.patch.object(rank_view, "look", lambda group, device: view):
+    view = selection.RankView(dist.get_rank(), "a", "the only one")
+    with mock.patch.object(selection, "look", lambda group, device: view):
         x, counts = torch.full((4, 8), float(group.rank())), torch.tensor([2, 2])
         out = ops.all_to_all_launch(x, counts, counts, 4, 0, "t", group.group_name, "auto")
         got = torch.ops._c10d_functional.wait_tensor(out)[:, 0].tolist()

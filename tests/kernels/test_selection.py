@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from freescale.kernels.transports import rank_view, selection
-from freescale.kernels.transports.rank_view import RankView
+from freescale.kernels.transports import selection
+from freescale.kernels.transports.selection import RankView
 from repo import ROOT
 
 NO_RDMA = "there is no RDMA device"
@@ -82,17 +82,17 @@ def test_the_figures_in_words():
 
 
 def test_rdma_is_a_device_with_an_active_port_that_may_be_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(rank_view.nixl, "version", lambda: "1.0")
-    assert rank_view.no_rdma_reason(str(tmp_path)) == NO_RDMA
+    monkeypatch.setattr(selection.nixl, "version", lambda: "1.0")
+    assert selection.no_rdma_reason(str(tmp_path)) == NO_RDMA
     port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
     port.mkdir(parents=True)
     (port.parent / "2" / "state").mkdir(parents=True)  # one that cannot be read
     (port / "state").write_text("1: DOWN\n")
-    assert rank_view.no_rdma_reason(str(tmp_path)) == "no port of an RDMA device is active"
+    assert selection.no_rdma_reason(str(tmp_path)) == "no port of an RDMA device is active"
     (port / "state").write_text("4: ACTIVE\n")
-    assert rank_view.no_rdma_reason(str(tmp_path)) == "/dev/infiniband is missing, so RDMA devices cannot be used"
+    assert selection.no_rdma_reason(str(tmp_path)) == "/dev/infiniband is missing, so RDMA devices cannot be used"
     (tmp_path / "dev/infiniband").mkdir(parents=True)
     (tmp_path / "dev/infiniband/uverbs0").touch()
-    assert rank_view.no_rdma_reason(str(tmp_path)) == ""
-    monkeypatch.setattr(rank_view.nixl, "version", lambda: None)
-    assert rank_view.no_rdma_reason(str(tmp_path)) == "NIXL is not installed"
+    assert selection.no_rdma_reason(str(tmp_path)) == ""
+    monkeypatch.setattr(selection.nixl, "version", lambda: None)
+    assert selection.no_rdma_reason(str(tmp_path)) == "NIXL is not installed"
