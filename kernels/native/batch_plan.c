@@ -13,8 +13,7 @@
 
 #define ALIGNMENT 16 /* elements: 128 bytes; device allocations are at least 16-byte aligned */
 
-/* Arrays of a plan, in this order; each has an offset and a size in `layout`. The first six plan the rows of a batch.
- * */
+/* Arrays of a plan, in this order, each with an extent in `layout`. The first six plan the rows of a batch. */
 enum { IDS, INVERSE, ORDER, ENDS, EARLY_ROWS, URGENT_ROWS, ROWS_ARRAYS };
 /* The other eight plan gradients: which keys, then the owner's distinct rows, their order and ends. */
 enum { URGENT_GRADIENTS = ROWS_ARRAYS, LATE_GRADIENTS = ROWS_ARRAYS + 4, ARRAYS = ROWS_ARRAYS + 8 };
@@ -39,7 +38,7 @@ typedef struct { /* one exchange's part of what fs_plan_batch returns */
 
 typedef struct { /* a batch, as requester and as owner */
     i64 n, n_keys, n_rows;
-    buffer recv_counts, send_counts; /* [world] keys per owner; rows per requester */
+    i64 *recv_counts, *send_counts;  /* [world] keys per owner; rows per requester */
     buffer rows; /* [n_rows] owned by this rank, by requester */
     buffer key_mask, row_mask;       /* which of them are urgent */
 } requests;
@@ -49,7 +48,8 @@ typedef struct {
     workspace *workspace;
     requests of[2]; /* the batch being planned and the previous one, alternating */
     buffer ends, own_rows; /* of the batch being planned */
-    buffer message, told, message_counts, told_counts, places;
+    buffer message, told, places;
+    i64 *message_counts, *told_counts; /* [world]; the first allocation also holds those of `of` */
 } exchange;
 
 typedef struct {
@@ -57,30 +57,23 @@ typedef struct {
     i64 world, exchanges, whole, turn, has_before;
     exchange *each;
     messages *messages;
-    buffer header, ones;
+    i64 *header, *ones; /* [world][HEADER_WIDTH], [world] */
 } batch_plan;
-
-static void free_requests(requests *r) {
-    free(r->recv_counts.memory);
-    free(r->send_counts.memory);
-    free(r->rows.memory);
-    free(r->key_mask.memory);
-    free(r->row_mask.memory);
-}
 
 void fs_free_batch_plan(batch_plan *p) {
     for (i64 e = 0; p->each && e < p->exchanges; e++) {
         exchange *x = p->each + e;
-        buffer *all[] = {&x->ends, &x->own_rows, &x->message, &x->told, &x->message_counts, &x->told_counts, &x->places};
+        requests *a = x->of, *b = x->of + 1;
+        buffer *all[] = {&x->ends, &x->own_rows, &x->message, &x->told, &x->places, &a->rows, &a->key_mask, &a->row_mask,
+                         &b->rows, &b->key_mask, &b->row_mask};
         for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) free(all[i]->memory);
-        free_requests(x->of);
-        free_requests(x->of + 1);
+        free(x->message_counts);
         if (x->workspace) free_workspace(x->workspace);
     }
     free(p->each);
     free(p->messages);
-    free(p->header.memory);
-    free(p->ones.memory);
+    free(p->header);
+    free(p->ones);
     free(p);
 }
 
@@ -91,21 +84,27 @@ batch_plan *fs_new_batch_plan(mesh *mesh, i64 world, i64 exchanges, const row_ow
     *p = (batch_plan){.mesh = mesh, .world = world, .exchanges = exchanges, .whole = whole};
     p->each = calloc(exchanges, sizeof(exchange));
     p->messages = calloc(exchanges, sizeof(messages));
-    i64 *ones = room(&p->ones, world * sizeof(i64));
-    int ok = p->each && p->messages && ones;
+    p->header = calloc(world * HEADER_WIDTH(exchanges), sizeof(i64));
+    p->ones = calloc(world, sizeof(i64));
+    int ok = p->each && p->messages && p->header && p->ones;
     for (i64 e = 0; ok && e < exchanges; e++) {
         exchange *x = p->each + e;
         x->owners = owners + e;
         x->workspace = new_workspace();
-        ok = x->workspace && room(&x->message_counts, world * sizeof(i64)) && room(&x->told_counts, world * sizeof(i64));
-        for (int b = 0; b < 2; b++)
-            ok = ok && room(&x->of[b].recv_counts, world * sizeof(i64)) && room(&x->of[b].send_counts, world * sizeof(i64));
+        i64 *counts = x->message_counts = calloc(6 * world, sizeof(i64));
+        ok = x->workspace && counts;
+        if (!ok) break;
+        x->told_counts = counts + world;
+        for (int b = 0; b < 2; b++) {
+            x->of[b].recv_counts = counts + (2 + 2 * b) * world;
+            x->of[b].send_counts = counts + (3 + 2 * b) * world;
+        }
     }
     if (!ok) {
         fs_free_batch_plan(p);
         return 0;
     }
-    for (i64 r = 0; r < world; r++) ones[r] = 1;
+    for (i64 r = 0; r < world; r++) p->ones[r] = 1;
     return p;
 }
 
@@ -127,7 +126,7 @@ static i64 request_rows(exchange *x, requests *r, const feature_ids *ids, i64 *i
     r->n = total(ids->lengths, x->owners->features);
     i64 *ends = room(&x->ends, r->n * sizeof(i64)), *rows = room(&x->own_rows, r->n * sizeof(i64));
     if (!ends || !rows) return NO_MEMORY;
-    return request_keys(x->workspace, ids, x->owners, ends, rows, r->recv_counts.memory, invalid);
+    return request_keys(x->workspace, ids, x->owners, ends, rows, r->recv_counts, invalid);
 }
 
 /* The batch whose gradients are planned with the current batch's rows; 0 if there is none. */
@@ -157,10 +156,7 @@ static i64 all_go_on(const i64 *headers, i64 world, i64 exchanges) {
  * needs. Returns whether all ranks proceed, or an error. */
 static i64 request_batch(batch_plan *p, i64 status, const i64 *told, const feature_ids *ids, double seconds, i64 *headers,
                          i64 *needed, i64 *failed) {
-    i64 width = HEADER_WIDTH(p->exchanges);
-    i64 *own = room(&p->header, p->world * width * sizeof(i64));
-    if (!own) return NO_MEMORY;
-    memset(own, 0, p->world * width * sizeof(i64));
+    i64 width = HEADER_WIDTH(p->exchanges), *own = p->header;
     for (i64 e = 0; e < p->exchanges; e++) {
         requests *r = p->each[e].of + p->turn;
         i64 invalid[2] = {-1, 0};
@@ -171,7 +167,7 @@ static i64 request_batch(batch_plan *p, i64 status, const i64 *told, const featu
         }
         for (i64 rank = 0; rank < p->world; rank++) {
             i64 *header = own + rank * width + EXCHANGES + 3 * e;
-            header[0] = ids && invalid[0] < 0 ? ((i64 *)r->recv_counts.memory)[rank] : 0;
+            header[0] = ids && invalid[0] < 0 ? r->recv_counts[rank] : 0;
             header[1] = invalid[0];
             header[2] = invalid[1];
         }
@@ -180,15 +176,13 @@ static i64 request_batch(batch_plan *p, i64 status, const i64 *told, const featu
         own[rank * width] = status;
         memcpy(own + rank * width + 1, told, TOLD * sizeof(i64));
     }
-    const i64 *ones = p->ones.memory;
-    messages all = {own, headers, ones, ones, width * sizeof(i64)};
+    messages all = {own, headers, p->ones, p->ones, width * sizeof(i64)};
     i64 result = mesh_exchange(p->mesh, &all, 1, seconds, failed);
     *needed = 0;
     for (i64 e = 0; e < p->exchanges && result == 0; e++) {
         requests *r = p->each[e].of + p->turn;
-        i64 *send_counts = r->send_counts.memory;
-        for (i64 rank = 0; rank < p->world; rank++) send_counts[rank] = headers[rank * width + EXCHANGES + 3 * e];
-        r->n_rows = total(send_counts, p->world);
+        for (i64 rank = 0; rank < p->world; rank++) r->send_counts[rank] = headers[rank * width + EXCHANGES + 3 * e];
+        r->n_rows = total(r->send_counts, p->world);
         *needed += room_of_plan(r, with_gradients(p, e));
     }
     return result ? result : all_go_on(headers, p->world, p->exchanges);
@@ -199,8 +193,8 @@ static i64 exchange_rows(batch_plan *p, double seconds, i64 *failed) {
     for (i64 e = 0; e < p->exchanges; e++) {
         requests *r = p->each[e].of + p->turn;
         if (!room(&r->rows, r->n_rows * sizeof(i64))) return NO_MEMORY;
-        p->messages[e] = (messages){p->each[e].own_rows.memory, r->rows.memory, r->recv_counts.memory,
-                                    r->send_counts.memory, sizeof(i64)};
+        p->messages[e] = (messages){p->each[e].own_rows.memory, r->rows.memory, r->recv_counts,
+                                    r->send_counts, sizeof(i64)};
     }
     return mesh_exchange(p->mesh, p->messages, p->exchanges, seconds, failed);
 }
@@ -225,17 +219,16 @@ static i64 collide(exchange *x, requests *before, requests *after, i64 world, me
     i64 result = intersect(x->workspace, before->rows.memory, before->n_rows, after->rows.memory, after->n_rows,
                            before->row_mask.memory, after->row_mask.memory);
     if (result) return result;
-    i64 *send = x->message_counts.memory, *recv = x->told_counts.memory;
     for (i64 rank = 0; rank < world; rank++) {
-        i64 n_before = ((i64 *)before->send_counts.memory)[rank], n_after = ((i64 *)after->send_counts.memory)[rank];
+        i64 n_before = before->send_counts[rank], n_after = after->send_counts[rank];
         memcpy(out, mask_after, n_after);
         memcpy(out + n_after, mask_before, n_before);
         mask_after += n_after;
         mask_before += n_before;
-        out += send[rank] = n_before + n_after;
-        recv[rank] = ((i64 *)before->recv_counts.memory)[rank] + ((i64 *)after->recv_counts.memory)[rank];
+        out += x->message_counts[rank] = n_before + n_after;
+        x->told_counts[rank] = before->recv_counts[rank] + after->recv_counts[rank];
     }
-    *message = (messages){x->message.memory, x->told.memory, send, recv, 1};
+    *message = (messages){x->message.memory, x->told.memory, x->message_counts, x->told_counts, 1};
     return 0;
 }
 
@@ -244,7 +237,7 @@ static void read_told(const exchange *x, requests *before, requests *after, i64 
     const uint8_t *told = x->told.memory;
     uint8_t *mask_before = before->key_mask.memory, *mask_after = after->key_mask.memory;
     for (i64 rank = 0; rank < world; rank++) {
-        i64 n_before = ((i64 *)before->recv_counts.memory)[rank], n_after = ((i64 *)after->recv_counts.memory)[rank];
+        i64 n_before = before->recv_counts[rank], n_after = after->recv_counts[rank];
         memcpy(mask_after, told, n_after);
         memcpy(mask_before, told + n_after, n_before);
         mask_after += n_after;
@@ -340,11 +333,11 @@ static i64 plan_rows(const batch_plan *p, i64 e, const feature_ids *all, writer 
     i64 *early = place_array(w, layout + EARLY_ROWS, r->n_rows - n_urgent);
     i64 *urgent = place_array(w, layout + URGENT_ROWS, n_urgent);
     i64 *counts = result->counts, world = p->world;
-    split(r->row_mask.memory, r->rows.memory, r->send_counts.memory, world, urgent, early, counts + URGENT_SEND * world,
+    split(r->row_mask.memory, r->rows.memory, r->send_counts, world, urgent, early, counts + URGENT_SEND * world,
           counts + OTHER_SEND * world);
     const uint8_t *mask = r->key_mask.memory;
     for (i64 rank = 0; rank < world; rank++) {
-        i64 n = ((i64 *)r->recv_counts.memory)[rank], marked = count_marked(mask, n);
+        i64 n = r->recv_counts[rank], marked = count_marked(mask, n);
         counts[URGENT_RECV * world + rank] = marked;
         counts[OTHER_RECV * world + rank] = n - marked;
         mask += n;
@@ -366,11 +359,11 @@ static i64 plan_gradients(exchange *x, requests *r, i64 world, writer *w, plan_r
     i64 n_keys = count_marked(r->key_mask.memory, r->n_keys), n_rows = count_marked(r->row_mask.memory, r->n_rows);
     i64 *counts = result->counts + COUNTS * world;
     i64 *urgent_keys = place_array(w, urgent, n_keys), *late_keys = place_array(w, late, r->n_keys - n_keys);
-    split(r->key_mask.memory, 0, r->recv_counts.memory, world, urgent_keys, late_keys, counts + URGENT_RECV * world,
+    split(r->key_mask.memory, 0, r->recv_counts, world, urgent_keys, late_keys, counts + URGENT_RECV * world,
           counts + OTHER_RECV * world);
     i64 *rows = room(&x->places, r->n_rows * sizeof(i64));
     if (!rows) return NO_MEMORY;
-    split(r->row_mask.memory, r->rows.memory, r->send_counts.memory, world, rows, rows + n_rows,
+    split(r->row_mask.memory, r->rows.memory, r->send_counts, world, rows, rows + n_rows,
           counts + URGENT_SEND * world, counts + OTHER_SEND * world);
     i64 failed = plan_update(x, rows, n_rows, w, urgent + 1);
     return failed ? failed : plan_update(x, rows + n_rows, r->n_rows - n_rows, w, late + 1);
