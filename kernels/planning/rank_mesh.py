@@ -185,7 +185,12 @@ def open_mesh(group: dist.ProcessGroup, peers: Collection[int] | None = None) ->
                 raise RuntimeError(f"freescale: rank {missing_on} cannot plan batches: {why}")
         problems = [p.problem for p in places]
         if listener is not None and not any(problems):
-            problems = distributed.gather_objects(_try_to_connect(connections, rank, peers, places, listener), group)
+            problem = ""
+            try:
+                _connect(connections, rank, peers, places, listener)
+            except OSError as error:
+                problem = str(error)
+            problems = distributed.gather_objects(problem, group)
     if not any(problems):
         return RankMesh(connections, rank)
     for connection in filter(None, connections):
@@ -206,18 +211,6 @@ def _open_listener(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _
         return listener, _Place("", "", _network(), tuple(_addresses()), port, token)
     except OSError as error:
         return None, _Place(f"cannot listen for connections: {error}")
-
-
-def _try_to_connect(
-    connections: list[socket.socket | None], rank: int, peers: set[int], places: Sequence[_Place],
-    listener: socket.socket,
-) -> str:  # fmt: skip
-    """Return what went wrong, or an empty string."""
-    try:
-        _connect(connections, rank, peers, places, listener)
-        return ""
-    except OSError as error:
-        return str(error)
 
 
 def _listen() -> socket.socket:

@@ -80,7 +80,6 @@ class Headers(NamedTuple):
     """What all ranks reported to this one about a batch."""
 
     statuses: list[int]  # per rank: a number chosen by the caller
-    send_counts: list[torch.Tensor]  # per exchange, [world]: rows that each rank requests from this one
     invalid_ids: list[tuple[int, InvalidId] | None]  # per exchange: rank, and its first invalid id
     told: np.ndarray  # [ranks, 2]: two numbers chosen by the caller
 
@@ -98,13 +97,12 @@ def told(received: np.ndarray) -> np.ndarray:
 def read_headers(received: np.ndarray, exchanges: int) -> Headers:
     """Parse received headers, [world, header_width]."""
     invalid: list[tuple[int, InvalidId] | None] = []
-    of_exchanges = [received[:, _FIRST + 3 * i : _FIRST + 3 * i + 3] for i in range(exchanges)]
-    for of_exchange in of_exchanges:
+    for i in range(exchanges):
+        of_exchange = received[:, _FIRST + 3 * i : _FIRST + 3 * i + 3]
         rank = int(np.argmax(of_exchange[:, 1] >= 0))
         _, feature, value = of_exchange[rank].tolist()
         invalid.append((rank, InvalidId(feature, value)) if feature >= 0 else None)
-    counts = [torch.from_numpy(of_exchange[:, 0].copy()) for of_exchange in of_exchanges]
-    return Headers(received[:, 0].tolist(), counts, invalid, told(received))
+    return Headers(received[:, 0].tolist(), invalid, told(received))
 
 
 def tell_missing_library(group: dist.ProcessGroup) -> None:

@@ -54,12 +54,6 @@ def load() -> dict[str, Any]:
     return calls
 
 
-def error_name(calls: dict[str, Any], code: int) -> str:
-    text = ctypes.c_char_p()
-    calls["cuGetErrorName"](code, ctypes.byref(text))
-    return text.value.decode() if text.value else str(code)
-
-
 _PORTABLE_AND_MAPPED, _NON_BLOCKING, _NO_TIMING = 3, 1, 2
 _idle_events: dict[tuple[int, bool], list[int]] = {}  # per device and timing: free handles
 
@@ -98,10 +92,11 @@ class CudaDriver:
         self.raise_on_error(name, self.calls[name](*arguments))
 
     def raise_on_error(self, name: str, code: int) -> None:
-        if code == 0:
-            return
-        error = error_name(self.calls, code)
-        raise RuntimeError(f"freescale: {name.removesuffix('_v2')} failed on {self.device}: {error}")
+        if code:
+            text = ctypes.c_char_p()
+            self.calls["cuGetErrorName"](code, ctypes.byref(text))
+            error = text.value.decode() if text.value else code
+            raise RuntimeError(f"freescale: {name.removesuffix('_v2')} failed on {self.device}: {error}")
 
     def _enter_context(self) -> bool:
         """Make the device's context current. Returns whether another device's was, for `_leave_context` to restore."""

@@ -2,10 +2,9 @@
 
 Passes read the `estimate` and never measure, since a pass may run on one rank alone (if the others hit the cache).
 
-A probe of 2 MB is noisy, so the best of several counts, rounded to a power of two. So most runs on the same link get
-the same number and place launches alike. With 10% noise, about one link in four is close enough to the middle between
-two powers to be rounded either way. That is harmless: code loaded from a cache may have been compiled for another link
-anyway. So the estimate may only affect where launches are placed, and must not be part of torch's cache keys.
+A probe of 2 MB is noisy, so the best of several counts, rounded to a power of two: most runs on one link place launches
+alike. Code loaded from a cache may have been compiled for another link, so the estimate may only affect where launches
+are placed, and must not be part of torch's cache keys.
 
 `measure_transports` times several transports for the same all-to-all; `auto` chooses by it.
 """
@@ -63,12 +62,10 @@ def _all_to_all_seconds(group: dist.ProcessGroup, device: torch.device, size: in
     x = torch.zeros(per_rank * group.size(), dtype=torch.uint8, device=device)
     out = torch.empty_like(x)
     dist.barrier(group)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _synchronize(device)
     start = time.perf_counter()
     dist.all_to_all_single(out, x, group=group)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _synchronize(device)
     return time.perf_counter() - start
 
 

@@ -273,8 +273,8 @@ def request_rows(
     """Tell each owner which of its rows this rank needs."""
     own = own_requests(ids, first_rows, table_sizes, owners)
     assert isinstance(own, OwnRequests)
-    headers = exchange_headers(0, [own], 1, owners.starts.shape[0] - 1, group)
-    return send_requests(own, headers.send_counts[0], group)
+    _, send_counts = exchange_headers(0, [own], 1, owners.starts.shape[0] - 1, group)
+    return send_requests(own, send_counts[0], group)
 
 
 def exchange_headers(
@@ -284,8 +284,9 @@ def exchange_headers(
     world: int,
     group: dist.ProcessGroup,
     tell: Told = NOTHING,
-) -> row_requests.Headers:
-    """One small all-to-all. A rank without requests, since it stops, passes no `own`."""
+) -> tuple[row_requests.Headers, list[torch.Tensor]]:
+    """One small all-to-all. A rank without requests, since it stops, passes no `own`. Also returns for each exchange how
+    many rows each rank requests from this one."""
     sent = np.zeros((world, row_requests.header_width(exchanges)), dtype=np.int64)
     received = np.empty_like(sent)
     sent[:, 0], sent[:, 1:3], sent[:, 4::3] = status, tell, -1
@@ -296,7 +297,8 @@ def exchange_headers(
         else:
             of_exchange[:, 0] = requests.recv_counts.numpy()
     all_to_all(torch.from_numpy(received), torch.from_numpy(sent), [1] * world, [1] * world, group)
-    return row_requests.read_headers(received, exchanges)
+    counts = [torch.from_numpy(received[:, 3 + 3 * i].copy()) for i in range(exchanges)]
+    return row_requests.read_headers(received, exchanges), counts
 
 
 def send_requests(
@@ -352,8 +354,8 @@ class OraclePlan:
         pairs = () if ids is None else zip(self._ids, self._tables, strict=True)
         self._own = [own_requests(of_exchange, *tables) for of_exchange, tables in pairs]
         tables = len(self._tables), self._world
-        headers = exchange_headers(status, self._own, *tables, self._group, tell)
-        self._send_counts, self.told = headers.send_counts, headers.told
+        headers, self._send_counts = exchange_headers(status, self._own, *tables, self._group, tell)
+        self.told = headers.told
         return headers if any(headers.statuses) or any(headers.invalid_ids) else None
 
     @property
