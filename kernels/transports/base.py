@@ -5,13 +5,15 @@ without a host thread. So the training thread never waits, and neither the GIL n
 message of very many pieces can fill the driver's queue, a few hundred pieces deep; then the launch blocks until the
 device catches up.)
 
-Failure: a watcher thread (watch.py) detects it and releases the waiting streams. What the device computes after
+Failure: a watcher thread polls the messages in flight a few times per second. If a peer is gone, or a message exceeds
+the timeout, it records the error, then releases the waiting streams, so nothing hangs. What the device computes after
 that is garbage: the next launch, wait or `check` raises, and the transport stays unusable. A step calls `check` before
 it starts; code that reads the tables calls `drain`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -26,13 +28,13 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels.transports import watch
+from freescale.kernels.transports.in_flight import DeviceResources, InFlight, Liveness, Message
 from freescale.kernels.transports.issue import Channel, Issuer
 from freescale.kernels.transports.slot_rings import Lane, level_of
-from freescale.kernels.transports.watch import DeviceResources, InFlight, Message
 
 # Ahead of every round that a stream may wait for, as wrapping 32-bit numbers: releases the wait.
 RELEASED = 0x40000000
+_WATCH_SECONDS = 0.05  # between polls
 
 
 class TransportWork(dist.Work):
@@ -60,11 +62,11 @@ class CopyTransport(ABC):
     """All-to-alls of one group. A subclass defines the lanes of the pieces.
 
     Its constructor opens resources through `_resources`, sets `liveness`, calls `_open_channels` and, last,
-    `watch.start_watching`.
+    `_start_watching`.
     """
 
     name: ClassVar[str]
-    liveness: watch.Liveness
+    liveness: Liveness
 
     def __init__(self, group: dist.ProcessGroup, driver: Any, timeout: float | None = None) -> None:
         self.group, self.driver = group, driver
@@ -75,9 +77,9 @@ class CopyTransport(ABC):
         self.launched = 0
         self.in_flight = InFlight(driver.is_done)
         self._launch_lock = threading.Lock()
-        self.stop_watching = threading.Event()
+        self._stop_watching = threading.Event()
         self._resources = DeviceResources(driver)
-        self._finalizer = weakref.finalize(self, _give_back, self._resources, self.stop_watching)
+        self._finalizer = weakref.finalize(self, _give_back, self._resources, self._stop_watching)
 
     def _open_channels(self, lane: Callable[[int, int, bool], Lane], piece_bytes: int) -> None:
         """Open the streams and lanes of all priority levels. `lane(peer, level, sends)` returns one lane."""
@@ -90,6 +92,10 @@ class CopyTransport(ABC):
             channels.append(Channel(self.rank, *streams, out, back, piece_bytes))
         self._wait_words = [lane.wait_words for lane in self.lanes]
         self._issuer = Issuer(self.driver, channels)
+
+    def _start_watching(self) -> None:
+        arguments = (weakref.ref(self), self._stop_watching)
+        threading.Thread(target=_watch, args=arguments, name=f"freescale-{self.name}", daemon=True).start()
 
     # ---- defined by subclasses -------------------------------------------------------------------------
 
@@ -166,7 +172,7 @@ class CopyTransport(ABC):
         while self.error is None and ((oldest := self.in_flight.oldest()) is not None or self._host_is_sending()):
             waited = time.monotonic() - began
             if oldest is None or waited > self.timeout:
-                watch.look_for_failure(self, waited)  # is a peer missing?
+                self.look_for_failure(waited)  # is a peer missing?
                 self.check()
             if waited > self.timeout:
                 what = "its host to send data already copied off the device"
@@ -184,6 +190,30 @@ class CopyTransport(ABC):
             self.error = f"freescale: {self.name}: {reason}"
             self.liveness.report_failure(culprits)
         self.release_waits()
+
+    def look_for_failure(self, waited: float = 0.0) -> None:
+        """One poll of the watcher thread; or of a thread that has `waited` for this many seconds until nothing is in
+        flight, including data that the host sends after the device has finished."""
+        oldest = self.in_flight.oldest()
+        if oldest is None and not waited:
+            return
+        if self.error is not None:
+            self.release_waits()
+            return
+        lost = self.liveness.lost_peers()
+        age = time.monotonic() - oldest.launched_at if oldest is not None else waited
+        if not lost and age < self.timeout:
+            return
+        missing = self.missing_peers()  # empty if the message waits for this rank's own computation
+        what = f"rank {self.global_rank} cannot finish "
+        what += f"message {oldest.number} of priority {oldest.priority}" if oldest is not None else "sending"
+        if gone := {lost[p] for p in missing if p in lost}:
+            self.fail(f"{what}: {self.describe_peers(gone)} gone", gone)
+        elif missing and age >= self.timeout:
+            # a peer that launched the message may itself wait for one that did not
+            behind = self.liveness.peers_behind(oldest.number + 1) if oldest is not None else set()
+            silent = behind & missing or missing
+            self.fail(f"{what}: {self.describe_peers(silent)} not responding after {age:.1f} s", silent)
 
     def describe_peers(self, peers: Iterable[int]) -> str:
         """Global ranks and a verb, for error messages."""
@@ -207,6 +237,27 @@ class CopyTransport(ABC):
             self.release_waits()
             time.sleep(0.001)
         self._finalizer()
+
+
+def _watch(transport_ref: weakref.ref[CopyTransport], stop: threading.Event) -> None:
+    """Holds no reference to the transport between polls, so an unused transport can be collected."""
+    bound = False
+    while not stop.wait(_WATCH_SECONDS):
+        transport = transport_ref()
+        if transport is None:
+            return
+        try:
+            if not bound:
+                transport.driver.bind_thread()
+                bound = True
+            transport.look_for_failure()
+        except Exception as error:  # noqa: BLE001  (without this thread, what waits would wait for ever)
+            with contextlib.suppress(Exception):  # the error is recorded first
+                transport.fail(
+                    f"rank {transport.global_rank} cannot watch its messages: {type(error).__name__}: {error}",
+                    {transport.rank},
+                )
+        del transport
 
 
 def _give_back(resources: DeviceResources, stop_watching: threading.Event) -> None:

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import cuda, distributed, nixl
-from freescale.kernels.transports import watch
 from freescale.kernels.transports.base import CopyTransport, release_words
 from freescale.kernels.transports.cuda_driver import CudaDriver
 from freescale.kernels.transports.nixl_relay import NixlRelay, PeerReports, PeerSlots
@@ -92,7 +91,7 @@ class NixlTransport(CopyTransport):
         self._threads += self._connect(gloo_group)
         for thread in self._threads:
             thread.start()
-        watch.start_watching(self)
+        self._start_watching()
 
     def _words(self, level: int, kind: int, peer: int) -> np.ndarray:
         begin = self.layout.words_offset(level, kind, peer)

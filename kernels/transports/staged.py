@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels.transports import watch
 from freescale.kernels.transports.base import CopyTransport, release_words
 from freescale.kernels.transports.cuda_driver import CudaDriver
 from freescale.kernels.transports.shared_segment import PeerLiveness, SharedSegment, cpu_group, share_segment
@@ -48,7 +47,7 @@ class SharedMemoryTransport(CopyTransport):
         self._open_channels(self._lane, layout.piece_bytes)
         self._resources.on_close(release_words, self._wait_words)
         self.pinned_bytes = segment.nbytes  # per host, not per rank: all ranks pin the same memory
-        watch.start_watching(self)
+        self._start_watching()
 
     def _lane(self, peer: int, level: int, sends: bool) -> Lane:
         lane = self.layout.lane(self.rank, peer, level) if sends else self.layout.lane(peer, self.rank, level)

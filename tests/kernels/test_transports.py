@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from freescale.kernels.transports import nixl, slot_rings, staged, watch
-from freescale.kernels.transports.watch import STREAMS_PER_DIRECTION as STREAMS
+from freescale.kernels.transports import nixl, slot_rings, staged
+from freescale.kernels.transports.in_flight import STREAMS_PER_DIRECTION as STREAMS
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 from host_device import HostDriver
 from issue_python import transfers_in_order
@@ -368,7 +368,7 @@ def list_empties():
         return found
 
     in_flight.oldest = then_empties
-    watch.look_for_failure(transport)
+    transport.look_for_failure()
     del in_flight.oldest
     transport.close()
     return True
