@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,8 +76,7 @@ class PlannedExchange(NamedTuple):
     gradient_counts: ExchangeCounts
 
 
-# Elements written, and a function that reads the plans, called when and where they are needed.
-Planned = tuple[int, Callable[[], list[PlannedExchange]]]
+Planned = tuple[int, list[PlannedExchange]]  # elements written, and the plans
 
 
 def tensor(array: np.ndarray) -> torch.Tensor:
@@ -219,7 +218,7 @@ class BatchPlan:
         return self._read_results()
 
     def _new_results(self) -> Any:
-        """Allocate results; a pointer to them. Results of earlier plans stay valid."""
+        """Allocate results; a pointer to them. Counts of earlier plans stay valid."""
         self._results = (_Result * self._exchanges)()
         self._counts = np.zeros((self._exchanges, _COUNTS, self._world), dtype=np.int64)
         for result, counts in zip(self._results, self._counts, strict=True):
@@ -227,8 +226,8 @@ class BatchPlan:
         return ctypes.byref(self._results)
 
     def _read_results(self) -> Planned:
-        results, counts, whole = self._results, self._counts, self.whole
-        return self._used.value, lambda: [_read(*pair, whole) for pair in zip(results, counts, strict=True)]
+        results = zip(self._results, self._counts, strict=True)
+        return self._used.value, [_read(*of_exchange, self.whole) for of_exchange in results]
 
     def _checked(self, result: int) -> int:
         require_memory(result != _NO_MEMORY)
@@ -271,8 +270,7 @@ def plan_alone(
     if headers is not None:
         row_requests.require_fine(headers, table)
     memory = np.empty(plan.needed, dtype=np.int64)
-    _, read = plan.plan(Room(address_of(memory), memory.size))
-    (planned,) = read()
+    _, (planned,) = plan.plan(Room(address_of(memory), memory.size))
 
     def arrays(extents: Sequence[Extent]) -> list[torch.Tensor]:
         return [tensor(memory[e.offset : e.offset + e.size]) for e in extents]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -90,7 +89,7 @@ class PlanBlock:
         self._small: torch.Tensor | None = None  # on the device after upload: the small tensors,
         self._memory: torch.Tensor | None = None  # and everything else
         self._used = 0
-        self._read_plans: Callable[[], list[PlannedExchange]] = list
+        self.exchanges: list[PlannedExchange] = []
         self.make_room(elements)
 
     # -- the planning thread -------------------------------------------------------------------------------------
@@ -111,13 +110,9 @@ class PlanBlock:
 
     def fill(self, plan: Callable[[Room], Planned]) -> None:
         """Call `plan` to write into the block's room."""
-        self._used, self._read_plans = plan(self.room)
+        self._used, self.exchanges = plan(self.room)
 
     # -- the training thread -------------------------------------------------------------------------------------
-
-    @cached_property
-    def exchanges(self) -> list[PlannedExchange]:
-        return self._read_plans()
 
     def upload(self) -> None:
         """Copy to the device once, on its current stream."""

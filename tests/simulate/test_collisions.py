@@ -60,7 +60,7 @@ def _planned(w: Workload) -> list[list[int]]:
             ids = torch.from_numpy(ids_of_ranks(Generated(w).batch(step, w.ranks), w.batch)[rank].copy())
             assert plan.request(0, [ids]) is None
         memory = np.zeros(plan.needed_for_last if last else plan.needed, dtype=np.int64)
-        (x,) = (plan.plan_last if last else plan.plan)(Room(native_plan.address_of(memory), len(memory)))[1]()
+        _, (x,) = (plan.plan_last if last else plan.plan)(Room(native_plan.address_of(memory), len(memory)))
         if step:
             place, size = x.gradients[GRADIENT_ARRAYS.index("urgent_keys")]
             found[-1] += [int(x.gradient_counts.urgent_recv.sum()), int(values_of_row[memory[place:][:size]].sum())]

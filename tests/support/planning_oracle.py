@@ -387,13 +387,13 @@ class OraclePlan:
                 gradients, rows = split_colliding(self._before[i], after, self._group)
             planned.append(writer.write(torch.cat([t.long() for t in self._ids[i]]), after, rows, gradients))
         self._before = None if self.whole else requests
-        return writer.used, lambda: planned
+        return writer.used, planned
 
     def plan_last(self, room: Room) -> Planned:
         writer = _Writer(room.address, self.needed_for_last)
         splits = [all_urgent(r) for r in self._before or ()]
         planned = [writer.write(None, None, None, plan_gradients(split)) for split in splits]
-        return writer.used, lambda: planned
+        return writer.used, planned
 
     def _requested(self) -> Iterator[OwnRequests]:
         for own in self._own:

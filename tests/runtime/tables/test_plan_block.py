@@ -54,7 +54,7 @@ def fill(block: PlanBlock, numbers: np.ndarray, extents: list[Extent]) -> None:
         for copy in room.copies:
             ctypes.memmove(*copy)
         ctypes.memmove(room.address, numbers.ctypes.data, numbers.nbytes)
-        return numbers.shape[0], lambda: [PlannedExchange(extents[::2], NO_COUNTS, 0, extents[1::2], NO_COUNTS)]
+        return numbers.shape[0], [PlannedExchange(extents[::2], NO_COUNTS, 0, extents[1::2], NO_COUNTS)]
 
     block.fill(plan)
 
