@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -184,13 +183,7 @@ def _agree_on_launches(first: torch.Tensor, launches: str, group_name: str, time
         direction, *names = launches.split("; ")
         agree({f"what the {direction} graph launches": names}, timeout, group_name)
         _agreed_launches.add(launches)
-    return _empty(first.dtype, first.device)
-
-
-@cache
-def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An empty tensor shared by all graphs: creating it would take as long as the rest of the op."""
-    return torch.empty(0, dtype=dtype, device=device)
+    return first.new_empty(0)
 
 
 implement("agree", _agree_on_launches)

@@ -129,7 +129,7 @@ class RankTimes:
         self._world = world
         self._untold: deque[tuple[int, FinishedStep]] = deque(maxlen=_MOST_UNTOLD)  # of this rank, not sent yet
         self._steps: dict[int, FinishedStep] = {}  # not all ranks have reported these
-        self._told: dict[int, list[int]] = {}  # for these: number of reports, and max nanoseconds
+        self._told: dict[int, tuple[int, int]] = {}  # for these: number of reports, and max nanoseconds
 
     def ended(self, number: int, step: FinishedStep | None) -> None:
         """Called by the training thread. `step`: None if no step preceded a batch."""
@@ -148,17 +148,14 @@ class RankTimes:
     def hear(self, of_ranks: Sequence[tuple[int, int]] | np.ndarray) -> None:
         """Process what each rank reported with a batch."""
         numbers, times = np.asarray(of_ranks).T
-        first = int(numbers[0])
-        if first in self._steps and first not in self._told and (numbers == first).all():  # the common case
-            self._steps.pop(first).longest_busy = int(times.max()) / 1e9
-            return
-        for number, nanoseconds in zip(numbers.tolist(), times.tolist(), strict=True):
-            if number < 0:
-                continue
-            told = self._told.setdefault(number, [0, 0])
-            told[:] = told[0] + 1, max(told[1], nanoseconds)
-            if told[0] == self._world:
-                self._steps.pop(number).longest_busy = self._told.pop(number)[1] / 1e9
+        for number in np.unique(numbers[numbers >= 0]).tolist():
+            of_step = times[numbers == number]
+            reports, longest = self._told.pop(number, (0, 0))
+            reports, longest = reports + len(of_step), max(longest, int(of_step.max()))
+            if reports == self._world:
+                self._steps.pop(number).longest_busy = longest / 1e9
+            else:
+                self._told[number] = reports, longest
         while len(self._told) > _MOST_UNTOLD:  # a rank that evaluates drops some
             self._steps.pop(oldest := next(iter(self._told)), None)
             del self._told[oldest]
@@ -182,10 +179,9 @@ class Meter:
         """
         now, records = time.perf_counter(), list(launch_record.records)
         launch_record.records.clear()
-        if not all(r.wait_ended for r in records):
-            # A launch with a pending wait belongs to the step that will wait for it.
-            launch_record.records.extend(r for r in records if not r.wait_ended)
-            records = [r for r in records if r.wait_ended]
+        # A launch with a pending wait belongs to the step that will wait for it.
+        launch_record.records.extend(r for r in records if not r.wait_ended)
+        records = [r for r in records if r.wait_ended]
         finished = end_of_last = None
         if self._began is not None:
             if self._on_device is not None:
@@ -201,10 +197,6 @@ class Meter:
         while self._unread and self._unread[0].read():
             self._unread.popleft()
         return finished
-
-    def name_step(self, step: Any) -> None:
-        """Name the current step."""
-        self._step_name = step
 
     def graph_begins(self) -> None:
         """Mark the start of the model call of the current step."""

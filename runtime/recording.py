@@ -79,17 +79,14 @@ class Recorder:
         atexit.register(self._end)
 
     def add(self, kind: str, entry: dict[str, Any]) -> None:
-        if not self._failed:
-            self._queue.append((kind, entry))
+        self._queue.append((kind, entry))
 
     def add_balance(self, entry: dict[str, Any]) -> None:
         """Queue an entry until its step is measured, which the balancer fills in later."""
-        if not self._failed:
-            self._balance.append(entry)
+        self._balance.append(entry)
 
     def _add_step(self, step: meter.FinishedStep) -> None:
-        if not self._failed:
-            self._steps.append(step)
+        self._steps.append(step)
 
     def flush(self, last: bool = True) -> None:
         """Write what is known. `last`: also entries whose times are incomplete."""
@@ -127,9 +124,7 @@ class Recorder:
 
     def _give_up(self, error: OSError) -> None:
         self._failed = True
-        self._queue.clear()
-        self._steps.clear()
-        self._balance.clear()
+        self._queue, self._steps, self._balance = deque(maxlen=0), deque(maxlen=0), deque(maxlen=0)  # keep nothing
         words = "FREESCALE_RECORD: rank %d cannot write %s (%s); it continues without recording"
         log.warning(words, self.rank, self.path, error)
 

@@ -261,7 +261,7 @@ class LookaheadLoader:
             names, device = [x.name for x in self.exchanges], self.exchanges[0].anchor.device
             stop_recording = record_averages(self.model, names, device)
             while True:
-                finished = METER.mark(device=device)
+                finished = METER.mark(loop.batch_number + 1, device)
                 planned = None
                 try:
                     planned = thread.take()
@@ -270,7 +270,6 @@ class LookaheadLoader:
                         METER.discard()
                 if planned is None:
                     break
-                METER.name_step(planned.number)
                 self._session.require_innermost(loop)
                 thread.times.ended(planned.number - 1, finished)
                 batch = self._next_batch(loop, planned, finished)
