@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ class ModelHooks:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self._deferred_error: RuntimeError | None = None  # one that Python could not raise where it happened
         self._handles: dict[tuple[str, torch.nn.Module], list[Any]] = {}
         self._calling: torch.nn.Module | None = None  # the module whose call, which begins a step, is running
 
@@ -48,10 +48,8 @@ class ModelHooks:
         exchange.before_lookup_outside_step = self.before_lookup
         exchange.before_read = self.before_read
 
-    def open_loop(self, model: torch.nn.Module, parts: list[torch.nn.Module], exchanges: list[Exchange]) -> Loop:
-        """`parts`: the compiled modules in `model` that look up the tables."""
-        self._raise_deferred()
-        loop = self.session.open(exchanges)
+    def install(self, model: torch.nn.Module, parts: list[torch.nn.Module]) -> None:
+        """Call this when a loop is open. `parts`: the compiled modules in `model` that look up the tables."""
         # Each call of a compiled part is a step; if there are several parts, each call of the model around them.
         called = parts[0] if len(parts) == 1 else model
         if ("call", called) not in self._handles:
@@ -59,7 +57,6 @@ class ModelHooks:
         if ("tables", model) not in self._handles:
             self._handles["tables", model] = self._hook_tables(model, parts)
         self._set_calling(None)
-        return loop
 
     def close_loop(self, loop: Loop, defer_errors: bool, exception: str = "") -> None:
         """End a loop, and those inside it. `defer_errors`: Python would not raise an error here, so the next use of the
@@ -71,7 +68,7 @@ class ModelHooks:
                 x.outside_step = False
             self._set_calling(self._calling)
             if failure is not None and (defer_errors or innermost is not loop):
-                self.session.defer(failure)
+                self._deferred_error = failure
             self._remove_if_idle()
             if failure is not None and exception:
                 log.warning("%s", failure)
@@ -79,17 +76,16 @@ class ModelHooks:
                 raise failure
 
     def _remove_if_idle(self) -> None:
-        if self.session.idle:
+        if not self.session.loops and self._deferred_error is None:
             for handle in (h for handles in self._handles.values() for h in handles):
                 handle.remove()
             self._handles.clear()
 
-    def _raise_deferred(self) -> None:
-        try:
-            self.session.raise_deferred()
-        except RuntimeError:
+    def raise_deferred(self) -> None:
+        error, self._deferred_error = self._deferred_error, None
+        if error is not None:
             self._remove_if_idle()
-            raise
+            raise error
 
     def _hook_calls(self, called: torch.nn.Module) -> list[Any]:
         if nn_modules.compiled_in_place(called):
@@ -130,7 +126,7 @@ class ModelHooks:
         """Every call of the compiled model, outside the graph."""
         if self._ignores(module):
             return
-        self._raise_deferred()
+        self.raise_deferred()
         loop = self.session.innermost
         if loop is None:
             return
@@ -171,7 +167,7 @@ class ModelHooks:
         """A table is used without the compiled model."""
         if torch.compiler.is_compiling() or self._calling is not None:
             return
-        self._raise_deferred()
+        self.raise_deferred()
         if self.session.loops and torch.is_grad_enabled():
             raise RuntimeError(
                 "freescale: a table is used in training without its compiled model while a LookaheadLoader is being "
@@ -184,12 +180,12 @@ class ModelHooks:
         self.session.flush()
 
     def before_read(self, *args: Any) -> None:
-        self._raise_deferred()
+        self.raise_deferred()
         self.session.flush()
         open_transports.drain()
 
     def _before_load(self, *args: Any) -> None:
-        self._raise_deferred()
+        self.raise_deferred()
         if self.session.loops:
             raise RuntimeError(
                 "freescale: load_state_dict while a LookaheadLoader is being iterated: rows for the next batch are "
@@ -240,7 +236,11 @@ def compiled_parts(model: Any) -> list[torch.nn.Module]:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(_not_a_module(model))
-    parts = [m for m in _outermost_compiled(model, set()) if exchanges_of(m)]
+    outermost: list[torch.nn.Module] = []
+    for module in model.modules():  # outer ones come first
+        if nn_modules.is_compiled(module) and not any(module in outer.modules() for outer in outermost):
+            outermost.append(module)
+    parts = [m for m in outermost if exchanges_of(m)]
     compiled = {x for part in parts for x in exchanges_of(part)}
     uncompiled = [x for x in exchanges_of(model) if x not in compiled]
     if not parts and uncompiled:
@@ -256,17 +256,6 @@ def compiled_parts(model: Any) -> list[torch.nn.Module]:
         names = ", ".join(x.name for x in uncompiled)
         log.warning("freescale: not prefetched, because the modules that look them up are not compiled: %s", names)
     return parts
-
-
-def _outermost_compiled(module: torch.nn.Module, visited: set[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    if module in visited:
-        return
-    visited.add(module)
-    if nn_modules.is_compiled(module):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost_compiled(child, visited)
 
 
 def _why_no_tables(model: torch.nn.Module) -> str:

@@ -27,9 +27,8 @@ from freescale.compat import distributed, nn_modules
 from freescale.compat.exception_in_flight import describe_end_of_process, describe_exception
 from freescale.runtime.balance.sample_cost import FittedCost
 from freescale.runtime.lookahead.hooks import compiled_parts, exchanges_of, hooks_of
-from freescale.runtime.lookahead.planning import PlannedBatch
+from freescale.runtime.lookahead.planning import BatchPlanning, PlannedBatch, PlanningConnection
 from freescale.runtime.lookahead.step import Loop
-from freescale.runtime.lookahead.thread import PlanningThread
 from freescale.runtime.meter import METER, FinishedStep, record_averages
 from freescale.runtime.recording import RecordedStats, Recorder, recorder
 from freescale.runtime.samples.batch_balancer import BalanceOptions, BatchBalancer, SampleInfo
@@ -246,7 +245,10 @@ class LookaheadLoader:
         self._stats.clear()
         self._balance_stats.clear()
         self._recorder = self._balance_stats.to = recorder(self._settings.record)
-        loop, defer_errors = self._hooks.open_loop(self.model, self._parts, self.exchanges), False
+        self._hooks.raise_deferred()
+        loop = self._session.open(self.exchanges, self._new_planning, self._settings.timeout)
+        self._hooks.install(self.model, self._parts)
+        thread, planning, defer_errors = loop.thread, loop.thread.planning, False
         self._looping, handled_before = True, id(sys.exc_info()[1])
         exception: str | None = None
 
@@ -257,7 +259,6 @@ class LookaheadLoader:
         stop_recording: Callable[[], None] | None = None
         atexit.register(close)  # an open loop is closed while threads can still run
         try:
-            thread = self._start_planning(loop)
             names, device = [x.name for x in self.exchanges], self.exchanges[0].anchor.device
             stop_recording = record_averages(self.model, names, device)
             while True:
@@ -271,7 +272,7 @@ class LookaheadLoader:
                 if planned is None:
                     break
                 self._session.require_innermost(loop)
-                thread.times.ended(planned.number - 1, finished)
+                planning.times.ended(planned.number - 1, finished)
                 batch = self._next_batch(loop, planned, finished)
                 thread.plan_another()
                 yield batch
@@ -281,8 +282,7 @@ class LookaheadLoader:
             defer_errors, exception = True, describe_exception(sys._getframe().f_back, closed, handled_before)
             raise
         except BaseException as error:
-            known_to_all = loop.thread is None or loop.thread.error is error
-            exception = "" if known_to_all else type(error).__name__
+            exception = "" if thread.error is error else type(error).__name__  # "": known to all ranks
             raise
         finally:
             self._looping = False
@@ -293,15 +293,12 @@ class LookaheadLoader:
             atexit.unregister(close)
             close()
 
-    def _start_planning(self, loop: Loop) -> PlanningThread:
-        connection, balancer = self._session.connection(), None
+    def _new_planning(self, connection: PlanningConnection) -> BatchPlanning:
+        balancer = None
         if self._balance is not None and self.cost is not None:
             features = list(dict.fromkeys(f for x in self.exchanges for f in x.features))
             balancer = BatchBalancer(self._balance, self.cost, features, connection.group, self._balance_stats)
-        settings = self.strict, self._settings.timeout, balancer, self.overlap
-        thread = PlanningThread(self.loader, self.exchanges, connection, *settings)
-        self._session.start_planning(loop, thread)
-        return thread
+        return BatchPlanning(self.loader, self.exchanges, connection, self.strict, balancer, self.overlap)
 
     def _report_if_host_bound(self) -> None:
         if self.overlap and not self._reported and (share := METER.host_bound_share()) > _HOST_BOUND:
@@ -314,13 +311,12 @@ class LookaheadLoader:
                 )
 
     def _next_batch(self, loop: Loop, planned: PlannedBatch, finished: FinishedStep | None) -> Any:
-        before = loop.current if loop.current is not None and loop.current.used else None
+        trained = loop.used
         loop.take(planned)
-        lacked_state, self._loader_state = self._lacks_state, planned.loader_state
-        if self._lacks_state != lacked_state:
-            self._offer_state()
-        if loop.thread is not None and loop.thread.balancer is not None:
-            self._moved = loop.thread.balancer.take(planned.number, None if before is None else finished)
+        self._loader_state = planned.loader_state
+        self._offer_state()
+        if (balancer := loop.thread.planning.balancer) is not None:
+            self._moved = balancer.take(planned.number, finished if trained else None)
         for exchange, plan in zip(self.exchanges, planned.plans, strict=True):
             pooled = self._pooled_bytes.count(exchange, plan, planned.batch)
             self._stats.append({"step": planned.number, "exchange": exchange.name, **plan.stats, **pooled})

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +21,11 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels.planning import row_requests
+from freescale.kernels.planning import rank_mesh, row_requests
 from freescale.kernels.planning.native_plan import BatchPlan
+from freescale.kernels.planning.owners import ExchangeTables, OwnerMap
 from freescale.runtime import batch_structure
+from freescale.runtime.agreement import first_reason
 from freescale.runtime.balance.integer_problem import BalanceError
 from freescale.runtime.meter import RankTimes
 from freescale.runtime.samples.batch_balancer import BatchBalancer
@@ -37,6 +40,36 @@ _OK, _ENDED, _FAILED = range(3)  # how loading went
 _NOTHING_TO_BALANCE = [-1, 0]  # instead of what a BatchBalancer sends to the other ranks
 
 
+class PlanningConnection:
+    """What the planning threads of all ranks communicate over: a gloo group, and sockets that C uses without the GIL.
+    Serves one loop at a time. Collective."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.timeout = group, distributed.timeout_of(group).total_seconds()
+        self.unfinished: threading.Thread | None = None  # of an earlier loop, whose loader was still at work at its end
+        self._mesh = rank_mesh.open_mesh(group)
+
+    def new_plan(self, exchanges: list[Exchange], whole: bool = False) -> BatchPlan:
+        """`whole`: see BatchPlan."""
+        tables = [
+            ExchangeTables(x.row_offsets, x.table_sizes, OwnerMap(x.bounds, x.shifts, x.starts)) for x in exchanges
+        ]
+        mesh = self._mesh if self._mesh is not None else rank_mesh.GroupMesh(self.group)
+        return BatchPlan(mesh, tables, self.timeout, whole)
+
+    def first_reason(self, reason: str) -> str:
+        """Why planning has ended: `reason`, unless a rank has posted another one before."""
+        return first_reason(f"planning/{self.group.group_name}", reason)
+
+    def close(self, reason: str) -> str:
+        """Pending and later operations of the other ranks fail at once. Returns the first reason."""
+        first = self.first_reason(reason)
+        distributed.hang_up(self.group)
+        if self._mesh is not None:
+            self._mesh.hang_up()
+        return first
+
+
 class EndOfPlanning(Exception):
     """Every rank stops here: all loaders have ended (`error` is None), or the loop is to raise `error`."""
 
@@ -45,38 +78,19 @@ class EndOfPlanning(Exception):
 
 
 @dataclass
-class _Loaded:
-    """A batch of this rank, or why there is none."""
-
-    status: int = _OK
-    error: BaseException | None = None
-    batch: Any = None
-    leaves: list[Any] = field(default_factory=list)  # tensors and KeyedJaggedTensors of the batch
-    ids: list[list[torch.Tensor]] = field(default_factory=list)  # per exchange and feature
-    value_counts: dict[str, int] = field(default_factory=dict)  # of the keys of its KeyedJaggedTensors
-    count_tensor: torch.Tensor | None = None  # the same; None without keys
-    for_balancer: list[int] = field(default_factory=lambda: _NOTHING_TO_BALANCE)
-    loader_state: Any = None
-    moved: batch_structure.BatchEvent | None = None  # after what was copied to the device
-    block: PlanBlock | None = None  # for its plans
-    began: float = 0.0  # when the loader was called, by time.perf_counter()
-    ended: float = 0.0  # when it returned
-
-
-@dataclass
 class PlannedBatch:
-    """A batch and its plans, from the planning thread to the loop. Once it is in the queue, the planning thread does
-    not touch it again, nor its `next`."""
+    """A batch and its plans. The planning thread fills it in; once it is in the queue to the loop, the planning thread
+    does not touch it again, nor its `next`."""
 
     number: int
-    batch: Any
-    rows: PlanBlock  # also holds tensors of the batch
-    value_counts: dict[str, int]  # of the keys of its KeyedJaggedTensors
-    count_tensor: torch.Tensor | None  # the same; None without keys
-    loader_state: Any = None  # of the loader after this batch and before the next; or the error of asking for it
-    moved: batch_structure.BatchEvent | None = None  # after what the planning thread copied to the device
-    loaded: tuple[float, float] = (0.0, 0.0)  # begin and end of loading, by time.perf_counter()
     whole: bool = False  # its plans depend on no other batch
+    batch: Any = None
+    loaded: tuple[float, float] = (0.0, 0.0)  # begin and end of loading, by time.perf_counter()
+    loader_state: Any = None  # of the loader after this batch and before the next; or the error of asking for it
+    value_counts: dict[str, int] = field(default_factory=dict)  # of the keys of its KeyedJaggedTensors
+    count_tensor: torch.Tensor | None = None  # the same; None without keys
+    rows: PlanBlock = field(init=False)  # also holds tensors of the batch
+    moved: batch_structure.BatchEvent | None = None  # after what the planning thread copied to the device
     # Set when the next batch is known:
     next: PlannedBatch | None = None  # None: this is the last
     gradients: PlanBlock | None = None
@@ -89,8 +103,7 @@ class PlannedBatch:
 
     def complete(self, exchanges: list[Exchange]) -> None:
         """Build its step plans, and the rows of the next batch's. In the training thread, before it is yielded."""
-        if self.gradients is None:
-            return  # complete already
+        assert self.gradients is not None
         self._plan_rows(exchanges)
         if self.next is not None:
             self.next._plan_rows(exchanges)
@@ -127,17 +140,20 @@ class BatchPlanning:
         self,
         loader: Iterable[Any],
         exchanges: list[Exchange],
-        group: dist.ProcessGroup,
+        connection: PlanningConnection,
         strict: bool,
         balancer: BatchBalancer | None,
-        plan: BatchPlan,
-        times: RankTimes,
+        overlap: bool = True,
     ) -> None:
-        self.loader, self.exchanges, self.group, self.strict = loader, exchanges, group, strict
-        self.balancer, self._plan, self._times = balancer, plan, times
+        self.loader, self.exchanges, self.connection, self.strict = loader, exchanges, connection, strict
+        self.balancer, self.group = balancer, connection.group
+        self._plan = connection.new_plan(exchanges, whole=not overlap)
+        self.times = RankTimes(self.group.size())
         self.number = 0  # of the batch that is being loaded or planned
         self.busy_since: float | None = None  # with work that must end within the group's timeout
         self._batches: Iterator[Any] | None = None
+        self._status = _OK  # of that batch on this rank
+        self._error: BaseException | None = None
         self._structure: Any = None  # of the last batch, fast to compare
         self._structure_in_words: str | None = None  # of every batch
         self._id_places: list[int] | None = None  # in a batch's leaves: places_of_features
@@ -152,116 +168,113 @@ class BatchPlanning:
         are whole, the batch itself. Raises EndOfPlanning on every rank at the same batch."""
         if self.number == 0:
             self._require_same_options()
-        loaded = self._load()
+        planned = PlannedBatch(self.number, self._plan.whole)
+        self._status, self._error = _OK, None
+        for_balancer = self._attempt(self._load, planned)
         if self.balancer is not None:
-            self._balance(self.balancer, loaded, self._gather_for_balancer(loaded))
-        self._prepare_block(loaded)
-        self._request_rows(loaded)
+            self._balance(self.balancer, planned, for_balancer or _NOTHING_TO_BALANCE)
+        ids = self._attempt(self._prepare, planned)
+        self._request_rows(planned, ids)
         if self.number == 0:
-            self._compare_samples(loaded)
-        planned = self._plan_batch(loaded)
-        complete: PlannedBatch | None = planned
-        if not self._plan.whole:
-            complete, self._previous = self._previous, planned
+            self._compare_samples(ids)
+        complete = self._plan_batch(planned)
         self.number, self.busy_since = self.number + 1, None
         return complete
 
     def finish(self) -> PlannedBatch | None:
         """The last batch: all its gradients are urgent, and no rows are prefetched for a next one."""
-        if self._previous is None:
-            return None
-        block = PlanBlock(self._plan.needed_for_last, self._pinned)
-        block.fill(self._plan.plan_last)
-        self._previous.gradients = block
+        if self._previous is not None:
+            self._previous.gradients = PlanBlock(self._plan.needed_for_last, self._pinned)
+            self._previous.gradients.fill(self._plan.plan_last)
         return self._previous
 
     # -- stages --------------------------------------------------------------------------------------------------
 
-    def _load(self) -> _Loaded:
-        loaded = _Loaded(began=time.perf_counter())
-        try:
+    def _attempt(self, stage: Callable[[PlannedBatch], Any], planned: PlannedBatch) -> Any:
+        """The result of a stage on this rank; None if it or an earlier one failed, which the next collective tells."""
+        if self._status == _OK:
             try:
-                if self._batches is None:
-                    self._batches = iter(self.loader)
-                loaded.batch = next(self._batches)
-            finally:
-                loaded.ended = time.perf_counter()
-            if hasattr(self.loader, "state_dict"):
-                try:
-                    loaded.loader_state = copy.deepcopy(self.loader.state_dict())
-                except Exception as error:  # noqa: BLE001  (raised by `state_dict`)
-                    loaded.loader_state = error
-            self._require_same_structure(loaded)
-            if self._id_places is None:  # it holds KeyedJaggedTensors
-                torchrec_support.require_plannable(self.number, loaded.batch, self._features, self.exchanges)
-            if self.balancer is None:
-                self._find_ids(loaded)
-            else:
-                loaded.for_balancer = self.balancer.prepare(self.number, loaded.batch)
-        except StopIteration:
-            loaded.status = _ENDED
-        except BaseException as error:  # noqa: BLE001  (the other ranks must know)
-            loaded.status, loaded.error = _FAILED, error
-        return loaded
-
-    def _balance(self, balancer: BatchBalancer, loaded: _Loaded, from_all_ranks: list[list[int]]) -> None:
-        """Put the balanced batch and its ids in place."""
-        try:
-            loaded.batch = balancer.balance(from_all_ranks)
-            loaded.leaves = list(batch_structure.leaves(loaded.batch))
-        except BalanceError as error:  # on every rank; any other error may be between its collectives
-            loaded.status, loaded.error = _FAILED, error
-        else:
-            try:
-                self._find_ids(loaded)
+                return stage(planned)
+            except StopIteration:
+                self._status = _ENDED
             except BaseException as error:  # noqa: BLE001  (the other ranks must know)
-                loaded.status, loaded.error = _FAILED, error
+                self._status, self._error = _FAILED, error
+        return None
 
-    def _prepare_block(self, loaded: _Loaded) -> None:
-        """Allocate memory for the plans, as much as was enough so far, and for the tensors of the batch."""
-        if loaded.status != _OK:
-            return
+    def _load(self, planned: PlannedBatch) -> list[int] | None:
+        """Take a batch from the loader. Returns what to send to the balancers of the other ranks."""
+        began = time.perf_counter()
+        if self._batches is None:
+            self._batches = iter(self.loader)
+        planned.batch = next(self._batches)
+        planned.loaded = began, time.perf_counter()
+        if hasattr(self.loader, "state_dict"):
+            try:
+                planned.loader_state = copy.deepcopy(self.loader.state_dict())
+            except Exception as error:  # noqa: BLE001  (raised by `state_dict`)
+                planned.loader_state = error
+        self._require_same_structure(planned.batch)
+        if self._id_places is None:  # it holds KeyedJaggedTensors
+            torchrec_support.require_plannable(self.number, planned.batch, self._features, self.exchanges)
+        return None if self.balancer is None else self.balancer.prepare(self.number, planned.batch)
+
+    def _balance(self, balancer: BatchBalancer, planned: PlannedBatch, own: list[int]) -> None:
+        self.busy_since = time.monotonic()
+        gathered = distributed.gather_ints([self._status, *own], self.group)
+        self.busy_since = time.monotonic()
+        self._require_all_go_on([status for status, *_ in gathered])
         try:
-            counts = [] if loaded.count_tensor is None else [loaded.count_tensor]
-            tensors = packable_tensors([*loaded.leaves, *counts], self._device)
-            loaded.block = PlanBlock(self._room, self._pinned, tensors)
-            if len(tensors) - len(counts) < len(loaded.leaves):
-                loaded.batch, loaded.moved = move_others(loaded.batch, self._device)
-        except BaseException as error:  # noqa: BLE001  (the other ranks must know)
-            loaded.status, loaded.error = _FAILED, error
+            planned.batch = balancer.balance([rest for _, *rest in gathered])
+        except BalanceError as error:  # on every rank; any other error may be between its collectives
+            self._status, self._error = _FAILED, error
 
-    def _request_rows(self, loaded: _Loaded) -> None:
+    def _prepare(self, planned: PlannedBatch) -> list[torch.Tensor]:
+        """Find the ids of all features of all exchanges. Allocate memory for the plans, as much as was enough so far,
+        and for the tensors of the batch."""
+        leaves = list(batch_structure.leaves(planned.batch))
+        counts = []
+        if self._id_places is None:
+            by_feature, planned.value_counts = batch_structure.feature_ids_and_counts(planned.batch, self._features)
+            if planned.value_counts:
+                planned.count_tensor = torch.tensor(list(planned.value_counts.values()))
+                counts = [planned.count_tensor]
+        else:
+            on_host = batch_structure.to_host([leaves[place] for place in self._id_places])
+            by_feature = dict(zip(self._features, on_host, strict=True))
+        tensors = packable_tensors([*leaves, *counts], self._device)
+        planned.rows = PlanBlock(self._room, self._pinned, tensors)
+        if len(tensors) - len(counts) < len(leaves):
+            planned.batch, planned.moved = move_others(planned.batch, self._device)
+        return [by_feature[f] for x in self.exchanges for f in x.features]
+
+    def _request_rows(self, planned: PlannedBatch, ids: list[torch.Tensor] | None) -> None:
         """Send the ids to their owners, once every rank goes on. If the memory suffices, the rows are planned, too."""
         self.busy_since = time.monotonic()
-        ids = None if loaded.status != _OK else [t for of_exchange in loaded.ids for t in of_exchange]
-        room = None if loaded.block is None else loaded.block.room
-        headers = self._plan.request(loaded.status, ids, room, tell=self._times.tell())
-        self._times.hear(self._plan.told)
+        room = None if ids is None else planned.rows.room
+        headers = self._plan.request(self._status, ids, room, tell=self.times.tell())
+        self.times.hear(self._plan.told)
         if headers is None:
             return
-        self._require_all_go_on(headers.statuses, loaded.error)
+        self._require_all_go_on(headers.statuses)
         try:
             row_requests.require_valid_ids(headers, [x.name for x in self.exchanges])
         except row_requests.IdOutsideTable as error:  # on every rank
             raise EndOfPlanning(error) from None
 
-    def _plan_batch(self, loaded: _Loaded) -> PlannedBatch:
-        """Plan the rows of this batch and the gradients of the previous one."""
-        block, needed = loaded.block, self._plan.needed
-        assert block is not None
+    def _plan_batch(self, planned: PlannedBatch) -> PlannedBatch | None:
+        """Plan the rows of this batch and the gradients of the previous one. Returns the batch that is complete now."""
+        block, needed = planned.rows, self._plan.needed
         self._room = max(self._room, needed)
         if needed > block.room.elements:
             block.make_room(needed)
         block.fill(self._plan.plan)
-        planned = PlannedBatch(
-            self.number, loaded.batch, block, loaded.value_counts, loaded.count_tensor, loaded.loader_state,
-            loaded.moved, (loaded.began, loaded.ended), self._plan.whole,
-        )  # fmt: skip
         if self._plan.whole:
             planned.gradients = block
-        elif self._previous is not None:
-            self._previous.next, self._previous.gradients = planned, block
-        return planned
+            return planned
+        previous, self._previous = self._previous, planned
+        if previous is not None:
+            previous.next, previous.gradients = planned, block
+        return previous
 
     # -- what all ranks agree on -----------------------------------------------------------------------------------
 
@@ -278,10 +291,9 @@ class BatchPlanning:
                     )
                 )
 
-    def _compare_samples(self, loaded: _Loaded) -> None:
+    def _compare_samples(self, ids: list[torch.Tensor]) -> None:
         """Warn if every rank has the same samples, as where a sampler that something used to add is missing."""
-        ids = [t for of_exchange in loaded.ids for t in of_exchange if t.numel()]
-        digest = 0
+        ids, digest = [t for t in ids if t.numel()], 0
         for t in ids:
             digest = zlib.crc32(t.contiguous().numpy().tobytes(), digest)
         of_ranks = {d for (d,) in distributed.gather_ints([digest], self.group)}
@@ -291,21 +303,13 @@ class BatchPlanning:
                 "the DataLoader needs a DistributedSampler; Lightning adds one only to a DataLoader that is not wrapped"
             )
 
-    def _gather_for_balancer(self, loaded: _Loaded) -> list[list[int]]:
-        """What each rank sends to the balancers. Raises EndOfPlanning unless every rank goes on."""
-        self.busy_since = time.monotonic()
-        gathered = distributed.gather_ints([loaded.status, *loaded.for_balancer], self.group)
-        self.busy_since = time.monotonic()
-        self._require_all_go_on([s for s, *_ in gathered], loaded.error)
-        return [rest for _, *rest in gathered]
-
-    def _require_all_go_on(self, statuses: list[int], error: BaseException | None) -> None:
+    def _require_all_go_on(self, statuses: list[int]) -> None:
         """Raises EndOfPlanning if a rank's loader has ended or failed."""
         if _FAILED in statuses:
-            raise EndOfPlanning(self._failure(statuses, error))
-        if set(statuses) == {_ENDED}:
-            raise EndOfPlanning(None)
-        if _ENDED in statuses:
+            raise EndOfPlanning(self._failure(statuses))
+        if _ENDED not in statuses:
+            return
+        if len(set(statuses)) > 1:
             message = (
                 f"freescale: the loader of rank {statuses.index(_ENDED)} ended after {self.number} batches, others "
                 "have more; all ranks stop here"
@@ -313,35 +317,24 @@ class BatchPlanning:
             if self.strict:
                 raise EndOfPlanning(RuntimeError(message))
             log.warning(message)
-            raise EndOfPlanning(None)
+        raise EndOfPlanning(None)
 
-    def _failure(self, statuses: list[int], error: BaseException | None) -> BaseException:
+    def _failure(self, statuses: list[int]) -> BaseException:
         """The failed rank raises its own error; the others name that rank, the batch and the error."""
         errors: list[Any] = [None] * len(statuses)
-        dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}", self.group)
+        own = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        dist.all_gather_object(errors, own, self.group)
         rank = statuses.index(_FAILED)
-        if error is not None:
-            return error
+        if self._error is not None:
+            return self._error
         return RuntimeError(f"freescale: rank {rank} failed while it loaded batch {self.number}: {errors[rank]}")
 
-    # -- this rank's batch ---------------------------------------------------------------------------------------
-
-    def _find_ids(self, loaded: _Loaded) -> None:
-        if self._id_places is None:
-            by_feature, loaded.value_counts = batch_structure.feature_ids_and_counts(loaded.batch, self._features)
-            if loaded.value_counts:
-                loaded.count_tensor = torch.tensor(list(loaded.value_counts.values()))
-        else:
-            on_host = batch_structure.to_host([loaded.leaves[place] for place in self._id_places])
-            by_feature = dict(zip(self._features, on_host, strict=True))
-        loaded.ids = [[by_feature[f] for f in x.features] for x in self.exchanges]
-
-    def _require_same_structure(self, loaded: _Loaded) -> None:
-        structure = batch_structure.summarize_structure(loaded.batch, loaded.leaves)
+    def _require_same_structure(self, batch: Any) -> None:
+        structure = batch_structure.summarize_structure(batch, [])
         if structure == self._structure:
             return
-        in_words, before = batch_structure.describe_structure(loaded.batch), self._structure_in_words
+        in_words, before = batch_structure.describe_structure(batch), self._structure_in_words
         if before is not None and in_words != before:
             raise ValueError(f"freescale: batch {self.number} is {in_words}; the batches before it were {before}")
         self._structure, self._structure_in_words = structure, in_words
-        self._id_places = batch_structure.places_of_features(loaded.batch, self._features)
+        self._id_places = batch_structure.places_of_features(batch, self._features)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import Callable
 from typing import cast
 
 import torch.distributed as dist
 
 from freescale.compat import distributed
 from freescale.kernels.transports import launch_record, link_speed
-from freescale.runtime.lookahead.rendezvous import Action, RankStatus, RankSync, require_expected_batch
-from freescale.runtime.lookahead.step import UNKNOWN_BATCH, Loop
-from freescale.runtime.lookahead.thread import PlanningConnection, PlanningThread
+from freescale.runtime.lookahead import rendezvous
+from freescale.runtime.lookahead.planning import BatchPlanning, PlanningConnection
+from freescale.runtime.lookahead.rendezvous import UNKNOWN_BATCH, Action, RankExits, RankStatus, RankSync
+from freescale.runtime.lookahead.step import Loop
+from freescale.runtime.lookahead.thread import PlanningThread
 from freescale.runtime.tables.table_exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -29,14 +31,14 @@ class Session:
         """Collective."""
         training_group = distributed.group_by_name(exchanges[0].group_name)
         self.loops: list[Loop] = []
-        self.timeout = distributed.timeout_of(training_group)
+        self._timeout = distributed.timeout_of(training_group)
         # Groups of their own, so that nothing here comes between the training's collectives.
-        self._connections: list[PlanningConnection | None] = []  # one per depth of nesting
-        self._sync = RankSync(self._connection(1).group, self._new_cpu_group, self.timeout)
+        self._connections = {0: PlanningConnection(self._new_cpu_group())}  # by depth of nesting
+        self._sync = RankSync(self._new_cpu_group())
+        self._failure: str | None = None  # why the ranks cannot synchronize any more
         self._opened = 0
-        self._deferred_error: RuntimeError | None = None  # one that Python could not raise where it happened
         # For early rows and late gradients: of the same kind as the training's, so that urgent ones overtake them.
-        self._background_group = cast(dist.ProcessGroup, dist.new_group(timeout=self.timeout))
+        self._background_group = cast(dist.ProcessGroup, dist.new_group(timeout=self._timeout))
         reaches_hosts = "cpu" in distributed.devices_of_group(training_group)
         self._host_group = training_group if reaches_hosts else self._new_cpu_group()
         self._restore_group: dist.ProcessGroup | None = None
@@ -57,15 +59,7 @@ class Session:
 
     def _new_cpu_group(self) -> dist.ProcessGroup:
         """All ranks, with the timeout of the training. Collective."""
-        return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=self.timeout))
-
-    def _connection(self, depth: int) -> PlanningConnection:
-        """For the loop at that depth: each planning thread needs a connection of its own."""
-        self._connections += [None] * (depth - len(self._connections))
-        connection = self._connections[depth - 1]
-        if connection is None:
-            connection = self._connections[depth - 1] = PlanningConnection(self._new_cpu_group())
-        return connection
+        return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=self._timeout))
 
     # -- loops ---------------------------------------------------------------------------------------------------
 
@@ -73,31 +67,29 @@ class Session:
     def innermost(self) -> Loop | None:
         return self.loops[-1] if self.loops else None
 
-    @property
-    def idle(self) -> bool:
-        """No loop is open, and no error is deferred."""
-        return not self.loops and self._deferred_error is None
-
-    def open(self, exchanges: list[Exchange]) -> Loop:
-        if self._sync.failure is not None:
-            raise RuntimeError(f"freescale: {self._sync.failure}")
+    def open(
+        self, exchanges: list[Exchange], new_planning: Callable[[PlanningConnection], BatchPlanning], timeout: float
+    ) -> Loop:
+        """Begin a loop inside the innermost one, and its planning. Collective. `timeout`: for the user's loader, when
+        the loop ends."""
+        if self._failure is not None:
+            raise RuntimeError(f"freescale: {self._failure}")
         self.flush()
         self._opened += 1
-        loop = Loop(exchanges, self._opened)
+        exits = RankExits(f"left/{self._background_group.group_name}/{self._opened}", dist.get_rank())
+        thread = PlanningThread(new_planning(self._connection()), exits, timeout)
+        loop = Loop(exchanges, self._opened, thread, exits)
         self.loops.append(loop)
         self._explain_failed_waits()
+        thread.start()
         return loop
 
-    def connection(self) -> PlanningConnection:
-        """For the planning thread of the innermost loop."""
-        return self._connection(len(self.loops))
-
-    def start_planning(self, loop: Loop, thread: PlanningThread) -> None:
-        """Neither the training nor the planning thread will wait for a rank that has left the loop."""
-        loop.thread = thread
-        thread.when_idle = partial(self._sync.release_wait, loop)
-        thread.why_unplanned = partial(self._sync.why_unplanned, loop)
-        thread.start()
+    def _connection(self) -> PlanningConnection:
+        """For the next loop: each planning thread needs a connection of its own."""
+        depth = len(self.loops)
+        if depth not in self._connections:
+            self._connections[depth] = PlanningConnection(self._new_cpu_group())
+        return self._connections[depth]
 
     def require_innermost(self, loop: Loop) -> None:
         if self.innermost is not loop:
@@ -113,62 +105,93 @@ class Session:
         seconds for them; otherwise as long as in training. A rank that waits for this one finds why in the store.
         """
         loop, failure = self.loops[-1], None
-        why = self._sync.post_left(loop, exception)
-        limit = _SECONDS_AFTER_EXCEPTION if exception else self.timeout.total_seconds()
+        why = loop.exits.post(loop.batch_number, loop.thread.ordered, exception)
         try:
-            with self._sync.waiting_at_most(limit):
-                self._agree_on_end(loop)
+            self._agree_on_end(loop, _SECONDS_AFTER_EXCEPTION if exception else float("inf"))
         except RuntimeError as error:
             failure = error
         loop.refuse_further_backwards()
-        if loop.thread is not None:
-            together = loop.failure is None or loop.failure_known_to_all
-            loop.thread.stop(loop.batches_behind, together, "" if together else why)
+        alone = loop.failure is not None and not loop.failure_known_to_all
+        furthest = max((s.ordered for s in loop.statuses), default=0)
+        loop.thread.stop(furthest - loop.thread.ordered, why if alone else "")
         self.loops.pop()
         self._explain_failed_waits()
-        if loop.planning_group_failed:  # every rank knows: the next loop makes a new one
-            self._connections[len(self.loops)] = None
+        if any(s.planning_failed for s in loop.statuses):  # every rank knows: the next loop makes a new one
+            del self._connections[len(self.loops)]
         return failure
 
     def _explain_failed_waits(self) -> None:
-        launch_record.why_rank_left = partial(self._sync.why_left, self.loops[-1]) if self.loops else str
+        launch_record.why_rank_left = self.loops[-1].exits.why_left if self.loops else str
 
-    def _agree_on_end(self, loop: Loop) -> None:
+    def _agree_on_end(self, loop: Loop, seconds: float) -> None:
         """All ranks agree on the end of a loop, and apply what is pending."""
         cause = None
         loop.end_forward()
         try:
-            if loop.failure is None and not loop.closed:
-                self.synchronize(Action.CLOSE)
+            if loop.failure is None and not loop.exits.agreed:
+                self.synchronize(Action.CLOSE, seconds=seconds)
         except RuntimeError as error:
             cause = error
         if loop.failure is None:
             loop.wait_for_unused_rows()
         elif lost := loop.describe_loss():
             raise RuntimeError(lost) from cause
-        elif self._sync.failure is not None:
+        elif self._failure is not None:
             log.warning("freescale: a loop ended without the other ranks; no further one can run: %s", loop.failure)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def synchronize(self, action: Action, received: int = UNKNOWN_BATCH) -> list[RankStatus]:
-        """In the innermost loop: see RankSync. For a training step, every rank must have the expected batch."""
-        statuses = self._sync.synchronize(self.loops[-1], action, received)
+    def synchronize(
+        self, action: Action, received: int = UNKNOWN_BATCH, seconds: float = float("inf")
+    ) -> list[RankStatus]:
+        """Returns if this rank may do `action` in the innermost loop, else raises. Applies pending gradients if some
+        rank needs that. Every rank calls this at the same place. For a training step, every rank must have the expected
+        batch. `seconds`: to wait for the others, at most the timeout of the training."""
+        loop, may_go_on = self.loops[-1], False
+        while not may_go_on:
+            own = loop.status(action, received)
+            limit = min(seconds, self._timeout.total_seconds())
+            try:
+                loop.statuses = self._sync.gather(own, limit)
+            except Exception as error:
+                loop.fail(f"the other ranks did not arrive within {limit:g} s, or have exited: {error}")
+                self._failure = loop.failure
+                raise RuntimeError(f"freescale: {self._failure}") from error
+            may_go_on = self._may_go_on(loop, action)
         if action == Action.TRAIN:
-            require_expected_batch(statuses)
-        return statuses
+            rendezvous.require_expected_batch(loop.statuses)
+        return loop.statuses
+
+    def _may_go_on(self, loop: Loop, action: Action) -> bool:
+        """Raises if this rank may not do `action`. False if another rank only wanted the flush (state_dict on one
+        rank), which is done now: then this rank asks again."""
+        statuses = loop.statuses
+        if action == Action.TRAIN and rendezvous.all_fine(statuses):
+            return True
+        actions = {s.action for s in statuses}
+        same_place = len({(s.loop, s.pending) for s in statuses}) == 1
+        if Action.CLOSE in actions:
+            loop.exits.agreed = True
+            if not same_place:
+                loop.fail(rendezvous.describe_difference(statuses), known_to_all=True)
+        if reason := rendezvous.why_over(statuses):
+            loop.fail(reason, known_to_all=True)
+            raise RuntimeError(f"freescale: {reason}")
+        if same_place and actions & {Action.FLUSH, Action.CLOSE}:
+            loop.apply_pending()
+        if not same_place or (len(actions) > 1 and Action.FLUSH not in actions):
+            if action == Action.CLOSE and same_place:
+                log.warning("freescale: %s", rendezvous.describe_difference(statuses))
+                return True
+            if same_place and any(s.planning_failed for s in statuses):
+                connection = loop.thread.planning.connection
+                raise RuntimeError(f"freescale: {connection.first_reason('a rank failed while it planned')}")
+            why = loop.exits.why_left() if Action.CLOSE in actions else ""
+            raise RuntimeError(f"freescale: {rendezvous.describe_difference(statuses)}{why and f' ({why})'}")
+        return action == Action.FLUSH or Action.FLUSH not in actions
 
     def flush(self) -> None:
         """Apply what is pending before the tables are used outside of the planned order."""
         loop = self.innermost
         if loop is not None and max(loop.pending, loop.incomplete) >= 0:
             self.synchronize(Action.FLUSH)
-
-    def defer(self, error: RuntimeError) -> None:
-        """Python cannot raise it here; the next use of the tables will."""
-        self._deferred_error = error
-
-    def raise_deferred(self) -> None:
-        if self._deferred_error is not None:
-            error, self._deferred_error = self._deferred_error, None
-            raise error

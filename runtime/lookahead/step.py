@@ -11,22 +11,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from freescale.compat import dynamo
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import EARLY, LATE
-from freescale.kernels.transports import launch_record, open_transports
+from freescale.kernels.transports import open_transports
 from freescale.runtime import batch_structure
 from freescale.runtime.lookahead.planning import PlannedBatch
+from freescale.runtime.lookahead.rendezvous import CHANGED_BATCH, FOREIGN_BATCH, UNKNOWN_BATCH, RankExits, RankStatus
 from freescale.runtime.lookahead.thread import PlanningThread
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.step_plan import StepPlan
 from freescale.runtime.tables.table_exchange import Exchange
 
 _wait = torch.ops._c10d_functional.wait_tensor
-
-# Which batch reached the model: its number, or
-UNKNOWN_BATCH, FOREIGN_BATCH, CHANGED_BATCH = -1, -2, -3
 
 
 class LateGradientsHook:
@@ -57,8 +56,13 @@ class LateGradientsHook:
             table_registry.last_step_settings[name] = settings
         plan.settings = settings
         # A table that the loss does not depend on gets zeros and no update.
-        updates = table_registry.backward_update_counts[name]
-        plan.backwards += updates > self._backwards_before + plan.backwards
+        plan.backwards += self.is_incomplete(plan)
+
+    def is_incomplete(self, plan: StepPlan) -> bool:
+        """Whether a backward pass has applied the urgent gradients but not produced the late ones. After it, that is an
+        error: it raised in between, was asked for the gradients of some tensors only, or belonged to another step."""
+        updates = table_registry.backward_update_counts[self._exchange.name]
+        return updates > self._backwards_before + plan.backwards
 
 
 def apply_late_gradients(exchange: Exchange, plan: StepPlan) -> None:
@@ -72,6 +76,10 @@ def apply_late_gradients(exchange: Exchange, plan: StepPlan) -> None:
     plan.late_slot.grad = None
 
 
+def _is_pending(plan: StepPlan) -> bool:
+    return plan.backwards > 0 and plan.late_slot is not None and plan.late_slot.grad is not None
+
+
 def _refuse_backward(plan: StepPlan, after: str) -> None:
     """A later backward pass of this step raises: its late gradients would be lost."""
     plan.late_hook.refused_after = after
@@ -81,51 +89,62 @@ def _refuse_backward(plan: StepPlan, after: str) -> None:
 class Loop:
     """One loop over a LookaheadLoader: the batch yielded last, and what the last step left for the next."""
 
-    def __init__(self, exchanges: list[Exchange], number: int) -> None:
-        self.exchanges, self.number = exchanges, number
+    def __init__(self, exchanges: list[Exchange], number: int, thread: PlanningThread, exits: RankExits) -> None:
+        self.exchanges, self.number, self.thread, self.exits = exchanges, number, thread, exits
         self._features = [f for x in exchanges for f in x.features]
-        self._launched_before = launch_record.launched
-        self.thread: PlanningThread | None = None
         self.current: PlannedBatch | None = None  # the batch yielded last
-        self.closed = False  # all ranks have agreed that it ends
+        self.statuses: list[RankStatus] = []  # of all ranks at the last rendezvous
         self.failure: str | None = None  # why the ranks cannot synchronize any more
         self.failure_known_to_all = False  # every rank has received it from all others
-        self.planning_group_failed = False  # on some rank, and every rank knows
-        self.batches_behind = 0  # ordered by the furthest rank, but not by this one, at the last comparison
         # Per exchange the last step that ran; its late gradients are pending until the next step takes them.
         self._previous: list[StepPlan | None] = [None] * len(exchanges)
         self._updates_before: list[int] | None = None  # of each table when the step began; None outside a step
-        self._backwards_before: list[int] = [0] * len(exchanges)  # of each table when the last forward pass ended
         self._watched = [table_registry.watch(x.name) for x in exchanges]
         self._other_writes: list[int] | None = None  # to each table when the last step began
-        self.early_rows_outdated = False  # some rank has written to a table, and every rank knows
         # The tensors that hold the ids of the last batches, to recognize a batch that is used again.
         self._yielded: deque[tuple[int, list[weakref.ref[Any]]]] = deque(maxlen=4)
         self._versions: list[int] = []  # of the tensors of the last one; each in-place write increments one
 
     def fail(self, reason: str, known_to_all: bool = False) -> None:
-        why = launch_record.why_rank_left()
+        why = self.exits.why_left()
         self.failure = f"{reason} ({why})" if why and why not in reason else reason
         self.failure_known_to_all = known_to_all
 
-    def launched(self, until: int | None = None) -> int:
-        """Launches in this loop so far, or up to launch number `until`."""
-        return (launch_record.launched if until is None else until) - self._launched_before
+    def status(self, action: int, received: int) -> RankStatus:
+        """Where this rank is. Raises if the loop has ended or failed."""
+        if self.exits.agreed:
+            raise RuntimeError("freescale: this LookaheadLoader's loop has ended: ranks were out of step")
+        if self.failure is None and not dist.is_initialized():
+            self.fail("the process group is gone")
+        if self.failure is not None:
+            raise RuntimeError(f"freescale: {self.failure}")
+        return RankStatus(
+            action=action,
+            loop=self.number,
+            batch=self.batch_number,
+            used=self.used,
+            pending=self.pending,
+            incomplete=self.incomplete,
+            received=received,
+            planning_failed=self.thread.failed,
+            ordered=self.thread.ordered,
+            written=self._other_writes is not None and self._other_writes != self._count_other_writes(),
+        )
 
-    @property
-    def batches_ordered(self) -> int:
-        return 0 if self.thread is None else self.thread.ordered
-
-    @property
-    def planning_failed(self) -> bool:
-        """On this rank. Its planning group has failed with it."""
-        return self.thread is not None and self.thread.failed
+    def _count_other_writes(self) -> list[int]:
+        """Writes to each table that are not updates."""
+        return [watched.other_writes() for watched in self._watched]
 
     # -- batches -------------------------------------------------------------------------------------------------
 
     @property
     def batch_number(self) -> int:
         return -1 if self.current is None else self.current.number
+
+    @property
+    def used(self) -> bool:
+        """The batch yielded last has been through the model."""
+        return self.current is not None and self.current.used
 
     @dynamo.runs_outside_inference_mode
     def take(self, planned: PlannedBatch) -> None:
@@ -137,29 +156,22 @@ class Loop:
         self._versions = batch_structure.versions(holders)
 
     def identify_batch(self, inputs: Any) -> int:
-        """Which batch the inputs of the model belong to."""
+        """Which batch the inputs of the model belong to. Waits for a GPU only if something has written to the ids of
+        the batch yielded last."""
         input_ids = {id(t) for t in batch_structure.leaves(inputs)}
+        on_device = self.exchanges[0].anchor.device.type != "cpu"
         for number, refs in self._yielded:
-            if refs and all(id(r()) in input_ids for r in refs):
-                unchanged = number != self.batch_number or self._is_unchanged([r() for r in refs])
-                return number if unchanged else CHANGED_BATCH
+            holders = [r() for r in refs]
+            if self.current is not None and refs and all(id(t) in input_ids for t in holders):
+                if number != self.current.number or (on_device and batch_structure.versions(holders) == self._versions):
+                    return number
+                return number if self._has_planned_ids(self.current.batch) else CHANGED_BATCH
         if self.current is None:
             return FOREIGN_BATCH
-        if self._on_device:
+        if on_device:
             return UNKNOWN_BATCH  # a comparison here would wait for the device; the graph compares
         matches = self._has_planned_ids(inputs)
         return UNKNOWN_BATCH if matches is None else self.current.number if matches else FOREIGN_BATCH
-
-    @property
-    def _on_device(self) -> bool:
-        return self.exchanges[0].anchor.device.type != "cpu"
-
-    def _is_unchanged(self, holders: list[Any]) -> bool:
-        """The batch yielded last. Waits for a GPU only if something has written to `holders` of its ids."""
-        assert self.current is not None
-        if self._on_device and batch_structure.versions(holders) == self._versions:
-            return True
-        return bool(self._has_planned_ids(self.current.batch))
 
     def _has_planned_ids(self, batch: Any) -> bool | None:
         """Whether `batch` has the ids and lengths planned for the batch yielded last; None if it has none."""
@@ -184,21 +196,26 @@ class Loop:
         assert self.current is not None
         open_transports.check()
         for x, plan in zip(self.exchanges, self.current.plans, strict=True):
-            _require_same_table(x, plan)
+            planned, now = plan.arrived, x.anchor
+            if (planned.dtype, planned.device) != (now.dtype, now.device):
+                raise RuntimeError(
+                    f"freescale: {x.name} was {planned.dtype} on {planned.device} when its LookaheadLoader's loop "
+                    f"began and is {now.dtype} on {now.device} now; change a model outside the loop"
+                )
         pairs = list(zip(self._previous, self.current.plans, strict=True))
         # If the step before this one did not run, nothing has fetched early rows for this one.
         skipped = [self.current.number > 0 and (before is None or before.next is not plan) for before, plan in pairs]
         if any(skipped) and not self.current.whole:
             self.apply_pending()
-        skipped = [fetch or self.early_rows_outdated for fetch in skipped]
-        self.early_rows_outdated, self._other_writes = False, [w.other_writes() for w in self._watched]
+        outdated = any(s.written for s in self.statuses)
+        self._other_writes = self._count_other_writes()
         for x, (before, plan), fetch in zip(self.exchanges, pairs, skipped, strict=True):
             x.freescale_plan = plan
             x.anchor.grad = None  # otherwise autograd adds an empty gradient, as expensive as a launch
             if plan.whole:
                 continue
             plan.before = step_plan.no_late_gradients(plan) if before is None else before.late_gradients()
-            if fetch:
+            if fetch or outdated:
                 _wait(plan.arrived)
                 names = x.names()
                 plan.arrived = torch.ops.freescale.all_to_all_rows_launch(
@@ -218,7 +235,7 @@ class Loop:
             if applied_late and before is not None and before.late_slot is not None:
                 _refuse_backward(before, "the forward pass of a later batch")
             if plan.used:
-                self._previous[i], self._backwards_before[i] = plan, table_registry.backward_update_counts[x.name]
+                self._previous[i] = plan
                 if not plan.whole:
                     assert plan.late_slot is not None
                     plan.late_hook = LateGradientsHook(x, plan)
@@ -227,56 +244,42 @@ class Loop:
                     plan.next.arrived = _wait(plan.next.arrived).clone()
         self._updates_before = None
 
-    @property
-    def tables_written(self) -> bool:
-        """Something other than an update has written to a table since the last step began."""
-        before = self._other_writes
-        return before is not None and before != [w.other_writes() for w in self._watched]
-
     # -- pending gradients ---------------------------------------------------------------------------------------
 
-    def _late(self) -> Iterator[tuple[Exchange, StepPlan, int]]:
-        """The last step of each exchange that takes late gradients: also backward passes that updated the table but
-        produced no late gradients."""
-        for x, plan, backwards in zip(self.exchanges, self._previous, self._backwards_before, strict=True):
+    def _late(self) -> Iterator[tuple[Exchange, StepPlan]]:
+        """The last step of each exchange that takes late gradients."""
+        for x, plan in zip(self.exchanges, self._previous, strict=True):
             if plan is not None and not plan.last and plan.late_slot is not None:
-                yield x, plan, table_registry.backward_update_counts[x.name] - backwards - plan.backwards
-
-    def _pending(self) -> Iterator[tuple[Exchange, StepPlan]]:
-        for x, plan, _ in self._late():
-            if plan.backwards and plan.late_slot is not None and plan.late_slot.grad is not None:
                 yield x, plan
-
-    def _incomplete(self) -> Iterator[tuple[Exchange, StepPlan]]:
-        """Where a backward pass applied the urgent gradients but never produced the late ones: it raised in between,
-        was asked for the gradients of some tensors only, or belonged to another step."""
-        yield from ((x, plan) for x, plan, missing in self._late() if missing)
 
     @property
     def pending(self) -> int:
         """The step whose gradients are pending, or -1; the same on all ranks at the same place."""
-        return max((plan.number for _, plan in self._pending()), default=-1)
+        return max((plan.number for _, plan in self._late() if _is_pending(plan)), default=-1)
 
     @property
     def incomplete(self) -> int:
         """The step whose backward pass is incomplete, or -1; ranks may differ."""
-        return max((plan.number for _, plan in self._incomplete()), default=-1)
+        return max((plan.number for _, plan in self._late() if plan.late_hook.is_incomplete(plan)), default=-1)
 
     @dynamo.runs_outside_inference_mode
     def apply_pending(self) -> None:
         """Send and apply what is pending. Collective."""
         open_transports.check()
-        for x, plan in self._pending():
-            try:
-                apply_late_gradients(x, plan)
-            except Exception as error:
-                self.fail(str(error))
-                raise RuntimeError(self.describe_loss()) from error
+        try:
+            for x, plan in self._late():
+                if _is_pending(plan):
+                    apply_late_gradients(x, plan)
+        except Exception as error:
+            self.fail(str(error))
+            raise RuntimeError(self.describe_loss()) from error
 
     def describe_loss(self) -> str:
         """The gradients that will not be applied, in words; "" if there are none."""
         tables = []
-        for x, plan in dict((*self._pending(), *self._incomplete())).items():
+        for x, plan in self._late():
+            if not _is_pending(plan) and not plan.late_hook.is_incomplete(plan):
+                continue
             assert plan.late_index is not None and plan.late_update is not None
             computed, owned = plan.late_index.shape[0], plan.late_update.rows.shape[0]
             if computed or owned:
@@ -289,7 +292,7 @@ class Loop:
         return f"freescale: {self.failure}" if self.failure_known_to_all else ""
 
     def refuse_further_backwards(self) -> None:
-        for _, plan, _ in self._late():
+        for _, plan in self._late():
             _refuse_backward(plan, "its loop has ended")
 
     def wait_for_unused_rows(self) -> None:
@@ -297,11 +300,3 @@ class Loop:
         for plan in self._previous:
             if plan is not None and plan.next is not None:
                 _wait(plan.next.arrived)
-
-
-def _require_same_table(x: Exchange, plan: StepPlan) -> None:
-    if (plan.arrived.dtype, plan.arrived.device) != (x.anchor.dtype, x.anchor.device):
-        raise RuntimeError(
-            f"freescale: {x.name} was {plan.arrived.dtype} on {plan.arrived.device} when its LookaheadLoader's loop "
-            f"began and is {x.anchor.dtype} on {x.anchor.device} now; change a model outside the loop"
-        )

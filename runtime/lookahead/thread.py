@@ -12,102 +12,43 @@ by another loop (session.py).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
-from enum import Enum
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from freescale.compat import distributed
-from freescale.kernels.planning import rank_mesh
-from freescale.kernels.planning.native_plan import BatchPlan
-from freescale.kernels.planning.owners import ExchangeTables, OwnerMap
 from freescale.kernels.transports import launch_record
-from freescale.runtime.agreement import first_reason
 from freescale.runtime.lookahead.planning import BatchPlanning, EndOfPlanning, PlannedBatch
-from freescale.runtime.meter import RankTimes
-from freescale.runtime.samples.batch_balancer import BatchBalancer
-from freescale.runtime.tables.table_exchange import Exchange
+from freescale.runtime.lookahead.rendezvous import RankExits
 from freescale.views.records import LOADER, PLANNER
 
 log = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 2.0  # the training thread checks the planning thread this often while it waits for a batch
-_IDLE_SECONDS = 1.0  # an idle planning thread calls `when_idle` this often
-_threads: dict[str, threading.Thread] = {}  # by group: the thread that plans over it
+_IDLE_SECONDS = 1.0  # an idle planning thread checks this often whether a rank has left the loop
 
 
-class _Order(Enum):
-    PLAN, STOP = range(2)  # load and plan one more batch; or no more
-
-
-class PlanningConnection:
-    """What the planning threads of all ranks communicate over: a gloo group, and sockets that C uses without the GIL.
-    Serves one loop at a time. Collective."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self._mesh = rank_mesh.open_mesh(group)
-
-    def new_plan(self, exchanges: list[Exchange], whole: bool = False) -> BatchPlan:
-        """`whole`: see BatchPlan."""
-        tables = [
-            ExchangeTables(x.row_offsets, x.table_sizes, OwnerMap(x.bounds, x.shifts, x.starts)) for x in exchanges
-        ]
-        mesh = self._mesh if self._mesh is not None else rank_mesh.GroupMesh(self.group)
-        return BatchPlan(mesh, tables, distributed.timeout_of(self.group).total_seconds(), whole)
-
-    def close(self) -> None:
-        """Pending and later operations of the other ranks fail at once."""
-        distributed.hang_up(self.group)
-        if self._mesh is not None:
-            self._mesh.hang_up()
-
-
-class PlanningThread:
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        exchanges: list[Exchange],
-        connection: PlanningConnection,
-        strict: bool,
-        timeout: float,
-        balancer: BatchBalancer | None,
-        overlap: bool = True,
-    ) -> None:
-        self._connection, self.timeout, self.balancer = connection, timeout, balancer
-        self.group = group = connection.group
-        self.group_timeout = distributed.timeout_of(group).total_seconds()
-        self.times = RankTimes(group.size())
-        plan = connection.new_plan(exchanges, whole=not overlap)
-        self._planning = BatchPlanning(loader, exchanges, group, strict, balancer, plan, self.times)
+class PlanningThread(threading.Thread):
+    def __init__(self, planning: BatchPlanning, exits: RankExits, timeout: float) -> None:
+        super().__init__(name="freescale-lookahead", daemon=True)
+        self.planning, self._exits, self._timeout = planning, exits, timeout
+        self._connection = planning.connection
         self.failed = False  # between collectives: the connection is closed
         self.error: BaseException | None = None  # raised in the training thread, on every rank
         self._finished = False  # every batch is planned, or planning has failed
-        self._stopped = self._abandoned = False
-        # A loader that is slow to end may still be at work for an earlier loop.
-        self._earlier_thread = _threads.get(group.group_name)
+        self._stopped = False
+        self._unfinished, self._connection.unfinished = self._connection.unfinished, None
         # What the loader puts on the current GPU goes where the user's thread would put it.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # load and plan one more batch; False: stop
         self._ready: queue.SimpleQueue[PlannedBatch | BaseException | None] = queue.SimpleQueue()
-        self.when_idle: Callable[[], None] = lambda: None  # called in the planning thread
-        self.why_unplanned: Callable[[int], str] = lambda number: ""  # why no rank will plan that batch
         # A batch is ready when the next one is known: two for the first, one more for each that is taken.
         self.ordered = 0  # batches
         self.plan_another()
         self.plan_another()
-        self._thread = threading.Thread(target=self._run, name="freescale-lookahead", daemon=True)
-
-    def start(self) -> None:
-        _threads[self.group.group_name] = self._thread
-        self._thread.start()
 
     # -- the training thread -------------------------------------------------------------------------------------
 
@@ -116,22 +57,33 @@ class PlanningThread:
 
         Waits for the user's loader without a limit, for anything else at most as long as the group's timeout allows.
         """
-        began = time.perf_counter()
-        item = self._next_item()
-        self._record_wait(began, time.perf_counter(), item)
-        return item
-
-    def _next_item(self) -> PlannedBatch | None:
-        while True:
-            try:
-                item = self._ready.get(timeout=min(self.group_timeout, _CHECK_SECONDS))
-                break
-            except queue.Empty:
-                self._check_thread()
+        began, item = time.perf_counter(), self._next_item()
         if isinstance(item, BaseException):
             self.error = item
             raise item
+        self._record_wait(began, time.perf_counter(), item)
         return item
+
+    def _next_item(self) -> PlannedBatch | BaseException | None:
+        while True:
+            try:
+                return self._ready.get(timeout=min(self._connection.timeout, _CHECK_SECONDS))
+            except queue.Empty:
+                self._check()
+
+    def _check(self) -> None:
+        """Raises if no batch will become ready."""
+        number, since, limit = self.planning.number, self.planning.busy_since, self._connection.timeout
+        if not self.is_alive() and self._ready.empty():
+            raise RuntimeError(f"freescale: the planning thread exited unexpectedly while planning batch {number}")
+        if why := self._exits.why_unplanned(number):
+            raise RuntimeError(f"freescale: {why}; batch {number} cannot be planned without it")
+        # One timeout for a collective, which gives up by itself, and one for the rest.
+        if since is not None and time.monotonic() - since > 2 * limit:
+            raise RuntimeError(
+                f"freescale: rank {dist.get_rank()}: batch {number} is not planned after "
+                f"{time.monotonic() - since:.0f} s; the process group's timeout is {limit:g} s"
+            )
 
     def _record_wait(self, began: float, ended: float, planned: PlannedBatch | None) -> None:
         """Divide the wait between the loader and the planner. A batch is ready when the next one is planned, so the
@@ -145,99 +97,77 @@ class PlanningThread:
     def plan_another(self) -> None:
         """Call this once the batch taken last is on its way: until then the two threads would compete for the GIL."""
         self.ordered += 1
-        self._orders.put(_Order.PLAN)
+        self._orders.put(True)
 
-    def _check_thread(self) -> None:
-        number, since = self._planning.number, self._planning.busy_since
-        if not self._thread.is_alive() and self._ready.empty():
-            raise RuntimeError(f"freescale: the planning thread exited unexpectedly while planning batch {number}")
-        if why := self.why_unplanned(number):
-            raise RuntimeError(f"freescale: {why}; batch {number} cannot be planned without it")
-        # One timeout for a collective, which gives up by itself, and one for the rest.
-        if since is not None and time.monotonic() - since > 2 * self.group_timeout:
-            raise RuntimeError(
-                f"freescale: rank {dist.get_rank()}: batch {number} is not planned after "
-                f"{time.monotonic() - since:.0f} s; the process group's timeout is {self.group_timeout:g} s"
-            )
-
-    def why_failed(self) -> str:
-        """Why some rank could not go on planning."""
-        return _first_reason(self.group, "a rank failed while it planned")
-
-    def stop(self, more: int, together: bool, reason: str) -> None:
-        """End the thread. `more`: batches that other ranks have ordered beyond this one's. `reason`: why it ends, where
-        the other ranks do not know that it does."""
-        self._abandoned = not together  # do not wait for ranks that may not arrive
-        if reason and not self._finished:
-            _first_reason(self.group, reason)
-            self._connection.close()
+    def stop(self, more: int, why_alone: str) -> None:
+        """End the thread. `more`: batches that other ranks have ordered beyond this one's. `why_alone`: why it ends,
+        where the other ranks do not know that it does; "" where they end, too."""
+        if why_alone:
+            self._stopped = True  # do not wait for ranks that may not arrive
+            if not self._finished:
+                self._connection.close(why_alone)
         for _ in range(more):
             self.plan_another()
-        self._orders.put(_Order.STOP)
-        limit = self.timeout if together else 1.0
-        self._thread.join(limit)
-        if self._thread.is_alive() and together:
-            log.warning("freescale: the loop has ended, but its loader is still loading a batch after %g s", limit)
+        self._orders.put(False)
+        self.join(1.0 if why_alone else self._timeout)
+        if self.is_alive():
+            self._connection.unfinished = self
+            if not why_alone:
+                words = "freescale: the loop has ended, but its loader is still loading a batch after %g s"
+                log.warning(words, self._timeout)
 
     # -- the planning thread -------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
-            if self._earlier_thread is not None:
-                self._earlier_thread.join(self.group_timeout)
-            self._plan_batches()
+            if self._unfinished is not None:
+                self._unfinished.join(self._connection.timeout)
+            while not self._finished and self._next_order():
+                self._plan_batch()
         except BaseException as error:  # noqa: BLE001  (raised again in the user's loop)
             self._finished = True
             self._ready.put(self._fail(error))
-        try:
-            while not (self._stopped or self._abandoned):
-                self._next_order()  # a rank may still leave the loop in the last steps while others wait for it
-        finally:
-            if _threads.get(self.group.group_name) is threading.current_thread():
-                del _threads[self.group.group_name]
+        while self._next_order():
+            pass  # a rank may still leave the loop in the last steps while others wait for it
 
-    def _plan_batches(self) -> None:
+    def _plan_batch(self) -> None:
         try:
-            while self._next_order() is not _Order.STOP and not self._abandoned:
-                if (planned := self._planning.advance()) is not None:
-                    self._ready.put(planned)
+            if (planned := self.planning.advance()) is not None:
+                self._ready.put(planned)
         except EndOfPlanning as end:
             self._finished = True
-            if (last := self._planning.finish()) is not None:
+            if (last := self.planning.finish()) is not None:
                 self._ready.put(last)
             self._ready.put(end.error)
 
-    def _next_order(self) -> _Order:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                order = self._orders.get(timeout=_IDLE_SECONDS)
-                self._stopped = order is _Order.STOP
-                return order
-            self.when_idle()
+    def _next_order(self) -> bool:
+        """Wait for an order. False once there are no more."""
+        while not self._stopped:
+            try:
+                if self._orders.get(timeout=_IDLE_SECONDS):
+                    return not self._stopped
+                self._stopped = True
+            except queue.Empty:
+                self._exits.release_wait()
+        return False
 
     def _fail(self, error: BaseException) -> BaseException:
         """Tell the other ranks why this one plans no more. Returns what to raise in the user's loop."""
-        rank = dist.get_rank() if dist.is_initialized() else self.group.rank()
-        number = self._planning.number
+        rank = dist.get_rank() if dist.is_initialized() else self.planning.group.rank()
+        number = self.planning.number
         if isinstance(error, RuntimeError):  # of a collective, most likely
             reason = (
                 f"rank {rank} could not plan batch {number} with the other ranks: one failed, left or exceeded "
-                f"the process group's timeout of {self.group_timeout:g} s: {error}"
+                f"the process group's timeout of {self._connection.timeout:g} s: {error}"
             )
         else:
             reason = f"rank {rank} failed while it planned batch {number}: {type(error).__name__}: {error}"
         self.failed = True
-        first = _first_reason(self.group, reason)
-        self._connection.close()
+        first = self._connection.close(reason)
         if first == reason and not isinstance(error, RuntimeError):
             return error
         failure = RuntimeError(f"freescale: {first}")
         failure.__cause__ = error
         return failure
-
-
-def _first_reason(group: dist.ProcessGroup, reason: str) -> str:
-    """Why planning over the group has ended: `reason`, unless a rank has posted another one before."""
-    return first_reason(f"planning/{group.group_name}", reason)

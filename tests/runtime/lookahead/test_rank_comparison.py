@@ -27,10 +27,10 @@ def test_few_peers_who_know_each_other(world):
 def test_a_step_begins_without_another_look_only_if_all_ranks_say_the_same(field):
     fine = rank_status.RankStatus(rank_status.Action.TRAIN, 1, 3, 0, 2, -1, 3, 0, 5, 0)
     other = fine._replace(**{field: getattr(fine, field) + 1})
-    assert rank_status._all_fine([fine] * 3)
+    assert rank_status.all_fine([fine] * 3)
     for odd_one in range(3):
-        assert rank_status._all_fine([other if rank == odd_one else fine for rank in range(3)]) == (field == "begun")
-    assert rank_status._all_fine([other] * 3) == (field not in ("incomplete", "planning_failed", "written"))
+        assert rank_status.all_fine([other if rank == odd_one else fine for rank in range(3)]) == (field == "begun")
+    assert rank_status.all_fine([other] * 3) == (field not in ("incomplete", "planning_failed", "written"))
 
 
 def _open():
