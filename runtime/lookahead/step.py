@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from freescale.compat import dynamo
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import EARLY, LATE
 from freescale.kernels.transports import open_transports
 from freescale.runtime import batch_structure
 from freescale.runtime.lookahead.planning import PlannedBatch
@@ -67,11 +66,7 @@ class LateGradientsHook:
 
 def apply_late_gradients(exchange: Exchange, plan: StepPlan) -> None:
     """Send and apply the late gradients of a step that has some. Collective."""
-    late, names = plan.late_gradients(), exchange.names()
-    torch.ops.freescale.exchange_backward(
-        exchange.anchor.detach(), late.grad, *late.update, *late.counts, late.update.order.shape[0], LATE, *names[:2],
-        **names.of_gradients
-    )  # fmt: skip
+    exchange.apply_late_gradients(exchange.anchor.detach(), plan.late_gradients(), exchange.group_name)
     assert plan.late_slot is not None
     plan.late_slot.grad = None
 
@@ -217,11 +212,7 @@ class Loop:
             plan.before = step_plan.no_late_gradients(plan) if before is None else before.late_gradients()
             if fetch or outdated:
                 _wait(plan.arrived)
-                names = x.names()
-                plan.arrived = torch.ops.freescale.all_to_all_rows_launch(
-                    x.anchor.detach(), plan.early_rows, *plan.early_counts, plan.early_slots.shape[0], EARLY,
-                    *names[:2], **names.of_rows
-                )  # fmt: skip
+                x.launch_early_rows(x.anchor.detach(), plan, x.group_name)
         self._updates_before = [table_registry.update_counts[x.name] for x in self.exchanges]
 
     @dynamo.runs_outside_inference_mode

@@ -250,7 +250,7 @@ class ShardedEmbedding(NativeTables):
         self.num_embeddings = num_embeddings
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._exchange.lookup([ids], self._divide_by)[0]
+        return self._exchange.lookup([ids], self._divide_by)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.optimizer!r}, lr={self.lr}"
@@ -317,7 +317,8 @@ class ShardedEmbeddingCollection(NativeTables):
         for name in names:
             if name not in ids:
                 raise KeyError(f"freescale: {self.name!r} looks up the feature {name!r}, which is missing in `ids`")
-        rows = self._exchange.lookup([ids[name] for name in names], self._divide_by)
+        looked_up = [ids[name] for name in names]
+        rows = self._exchange.lookup(looked_up, self._divide_by).split([i.shape[0] for i in looked_up])
         return dict(zip(names, rows, strict=True))
 
     def local_rows(self, table: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ from freescale.compat import dynamo, nn_modules
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
 from freescale.kernels.planning.owners import Shard, first_row_of_each_table, owner_map
-from freescale.runtime.tables.step_plan import StepPlan, UrgentGradients, UrgentRows
+from freescale.runtime.tables.step_plan import LateGradients, StepPlan, UrgentGradients, UrgentRows
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,14 @@ class KeyedLengths(NamedTuple):
     fault: torch.Tensor | None = None  # if not planned: keyed_lengths.Fault encoded as numbers, on the host
 
 
-NO_LENGTHS = KeyedLengths()
+class Bags(NamedTuple):
+    """Sums of the rows of consecutive ids. Duplicate rows are sent once and summed by the requester, in order."""
+
+    ends: torch.Tensor | None = None  # bag i ends before id ends[i]; None: rows are not summed
+    weights: torch.Tensor | None = None  # per id
+
+
+NO_LENGTHS, NO_BAGS = KeyedLengths(), Bags()
 
 
 class Exchange:
@@ -111,27 +118,10 @@ class Exchange:
         self.anchor = dynamo.mark_static(weight.new_empty((0, weight.shape[1]), dtype=dtype).requires_grad_())
 
     def lookup(
-        self, ids: list[torch.Tensor], divide_by: int, sizes: list[int] | None = None, of_kjt: KeyedLengths = NO_LENGTHS
-    ) -> tuple[torch.Tensor, ...]:
-        """The rows of each entry's ids, in the order of `entries`. Gradients are divided by `divide_by`.
-
-        `sizes`: number of ids per entry; with it, planned ids may be one concatenated tensor."""
-        embedded = self._look_up(ids, divide_by, None, None, of_kjt)
-        return torch.split(embedded, [i.shape[0] for i in ids] if sizes is None else sizes)
-
-    def lookup_pooled(
-        self, ids: list[torch.Tensor], divide_by: int, bag_ends: torch.Tensor, weights: torch.Tensor | None,
-        of_kjt: KeyedLengths,
-    ) -> torch.Tensor:  # fmt: skip
-        """[bags, dim]: weighted sums of the rows of consecutive ids. Bag i ends before id `bag_ends[i]`.
-
-        Duplicate rows are sent once and summed here, in order."""
-        return self._look_up(ids, divide_by, bag_ends, weights, of_kjt)
-
-    def _look_up(
-        self, ids: list[torch.Tensor], divide_by: int, bag_ends: torch.Tensor | None, weights: torch.Tensor | None,
-        of_kjt: KeyedLengths,
-    ) -> torch.Tensor:  # fmt: skip
+        self, ids: list[torch.Tensor], divide_by: int, of_kjt: KeyedLengths = NO_LENGTHS, bags: Bags = NO_BAGS
+    ) -> torch.Tensor:
+        """The rows of the ids, which are in the order of `entries`; or with `bags` their sums, [bags, dim]. Gradients
+        are divided by `divide_by`. Planned ids may be one concatenated tensor."""
         if not torch.compiler.is_compiling():
             warn_of_uncompiled_call()
         elif self.outside_step:
@@ -142,16 +132,15 @@ class Exchange:
                 self.name, self.group_name, *(() if of_kjt.fault is None else (of_kjt.fault,))
             )  # fmt: skip
             return ExchangedRows.apply(
-                self.anchor, None, self.anchor.detach(), None, Positions(inverse, order, ends, bag_ends, weights),
+                self.anchor, None, self.anchor.detach(), None, Positions(inverse, order, ends, *bags),
                 UrgentRows(rows, send, recv), UrgentGradients(None, own_rows, own_order, own_ends, recv, send), None,
-                divide_by, self.names()
+                divide_by, self._names()
             )  # fmt: skip
-        return self._look_up_planned(self.freescale_plan, ids, divide_by, bag_ends, weights, of_kjt)
+        return self._look_up_planned(self.freescale_plan, ids, divide_by, of_kjt, bags)
 
     def _look_up_planned(
-        self, p: StepPlan, ids: list[torch.Tensor], divide_by: int, bag_ends: torch.Tensor | None,
-        weights: torch.Tensor | None, of_kjt: KeyedLengths,
-    ) -> torch.Tensor:  # fmt: skip
+        self, p: StepPlan, ids: list[torch.Tensor], divide_by: int, of_kjt: KeyedLengths, bags: Bags
+    ) -> torch.Tensor:
         if p.used:
             _refuse_second_lookup(self.name)
         p.used = True
@@ -159,28 +148,34 @@ class Exchange:
         token = _ops.expect_ids(self.anchor.detach(), ids, p.ids, p.step, self.name, *of_lengths)
         embedded = ExchangedRows.apply(
             self.anchor, p.late_slot, token, None if p.whole else _wait(p.arrived),
-            Positions(p.inverse, p.order, p.ends, bag_ends, weights), p.urgent, p.urgent_gradients, p.late_index,
-            divide_by, self.names()
+            Positions(p.inverse, p.order, p.ends, *bags), p.urgent, p.urgent_gradients, p.late_index,
+            divide_by, self._names()
         )  # fmt: skip
         if p.whole:
             return embedded
         # The previous step's gradients that this batch does not need, then rows for the next batch. Neither touches the
         # rows above, so both can be scheduled freely.
-        late, following, names = p.before, p.next, self.names(self.background_group_name)
-        assert late is not None and following is not None
-        updated = _ops.exchange_backward(
-            token, late.grad, *late.update, *late.counts, late.update.order.shape[0], LATE, *names[:2],
-            **names.of_gradients
-        )  # fmt: skip
-        following.arrived = _ops.all_to_all_rows_launch(
-            updated, following.early_rows, *following.early_counts, following.early_slots.shape[0], EARLY, *names[:2],
-            **names.of_rows
-        )  # fmt: skip
+        assert p.before is not None and p.next is not None
+        updated = self.apply_late_gradients(token, p.before, self.background_group_name)
+        self.launch_early_rows(updated, p.next, self.background_group_name)
         return embedded
 
-    def names(self, group_name: str | None = None) -> Names:
-        """`group_name`: another group than the training's."""
-        return Names(self.name, group_name or self.group_name, self.row_packing, self.gradient_packing)
+    def apply_late_gradients(self, token: torch.Tensor, late: LateGradients, group_name: str) -> torch.Tensor:
+        """Send them and update the table. Collective."""
+        return _ops.exchange_backward(
+            token, late.grad, *late.update, *late.counts, late.update.order.shape[0], LATE, self.name, group_name,
+            self.gradient_packing
+        )  # fmt: skip
+
+    def launch_early_rows(self, token: torch.Tensor, plan: StepPlan, group_name: str) -> None:
+        """Start the transfer of the early rows of `plan`. Collective."""
+        plan.arrived = _ops.all_to_all_rows_launch(
+            token, plan.early_rows, *plan.early_counts, plan.early_slots.shape[0], EARLY, self.name, group_name,
+            packing=self.row_packing
+        )  # fmt: skip
+
+    def _names(self) -> Names:
+        return Names(self.name, self.group_name, self.row_packing, self.gradient_packing)
 
 
 def _nothing() -> None:
@@ -226,14 +221,6 @@ class Names(NamedTuple):
     row_packing: str
     gradient_packing: str
 
-    @property
-    def of_rows(self) -> dict[str, str]:
-        return {"packing": self.row_packing} if self.row_packing else {}
-
-    @property
-    def of_gradients(self) -> dict[str, str]:
-        return {"packing": self.gradient_packing} if self.gradient_packing else {}
-
 
 class ExchangedRows(torch.autograd.Function):
     """The blocking part of an exchange. `early`: rows that arrived during the previous step. Late gradients become the
@@ -250,7 +237,7 @@ class ExchangedRows(torch.autograd.Function):
             n_urgent -= early.shape[0]
             torch._check(n_urgent >= 0)
         rows = _ops.exchange_forward(
-            token, *urgent, n_urgent, URGENT, names.table, names.group_name, **names.of_rows
+            token, *urgent, n_urgent, URGENT, names.table, names.group_name, names.row_packing
         )
         return _positions_or_bags(rows if early is None else torch.cat([early, rows]), positions)
 
@@ -262,7 +249,7 @@ class ExchangedRows(torch.autograd.Function):
         done = _ops.exchange_backward(
             token, unique if keys is None else unique.index_select(0, keys), *update,
             send_counts, recv_counts, update[1].shape[0], URGENT, ctx.names.table, ctx.names.group_name,
-            **ctx.names.of_gradients
+            ctx.names.gradient_packing
         )  # fmt: skip
         return done, None if late_index is None else unique.index_select(0, late_index), *(None,) * 8
 

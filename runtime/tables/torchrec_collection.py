@@ -152,7 +152,7 @@ def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, 
             ids = [values]  # as planned, without a split: this keeps graphs of many features small
         else:
             ids = values_of(exchange.features, keys, values, counts)
-        embeddings = exchange.lookup(ids, divide_by, sizes, of_kjt)
+        embeddings = exchange.lookup(ids, divide_by, of_kjt).split(sizes)
         for name, feature, embedded in zip(names, exchange.features, embeddings, strict=True):
             outputs[name] = JaggedTensor(values=embedded, lengths=lengths_of[feature])
     for name, parts in tables.joined.items():

@@ -16,6 +16,7 @@ import torch
 from freescale.compat import torchrec
 from freescale.runtime.tables import torchrec_collection
 from freescale.runtime.tables.fbgemm import FbgemmBags
+from freescale.runtime.tables.table_exchange import Bags
 from freescale.runtime.tables.torchrec_collection import CollectionTables, parts_of, value_counts, values_of
 from freescale.runtime.tables.torchrec_layout import Entry, ExchangeLayout
 
@@ -75,7 +76,7 @@ def look_up_pooled(tables: PooledTables, features: Any, divide: bool) -> Any:
             of_bags = torch.cat([lengths[keys.index(f)] for f in exchange.features])
             of_ids = None if weights is None else torch.cat(values_of(exchange.features, keys, weights, counts))
         bag_ends = of_bags.cumsum(0, dtype=torch.int64)
-        sums = exchange.lookup_pooled(ids, tables.world_size if divide else 1, bag_ends, of_ids, of_kjt)
+        sums = exchange.lookup(ids, tables.world_size if divide else 1, of_kjt, Bags(bag_ends, of_ids))
         divisor = _divisor(pooling, of_bags.view(len(names), samples), of_ids, bag_ends)
         if divisor is not None:
             sums = sums / divisor.view(-1, 1)
