@@ -20,7 +20,6 @@ import torch.distributed as dist
 from freescale.compat import dynamo, torchrec
 from freescale.kernels.ops import table_registry
 from freescale.kernels.planning import row_requests
-from freescale.kernels.transports import open_transports
 from freescale.runtime import dense_parameters
 from freescale.runtime.tables import torchrec_layout
 from freescale.runtime.tables.fbgemm import FbgemmBags, FbgemmTable
@@ -34,7 +33,9 @@ _collections: list[weakref.ref[CollectionTables]] = []  # indexed by CollectionT
 
 
 class CollectionTables:
-    """The tables of one ShardedEmbeddingCollection, as used by its traced forward."""
+    """The tables of one ShardedEmbeddingCollection, and its traced forward."""
+
+    pooled = False
 
     def __init__(self, collection: Any) -> None:
         self.exchanges: list[Exchange] = []
@@ -58,7 +59,7 @@ class CollectionTables:
                     self._add_exchange(collection, kind, layout, lookup)
                     entries += layout.entries
         self.joined = torchrec_layout.outputs_to_join(entries)
-        if not torchrec.is_pooled_collection(collection):
+        if not self.pooled:
             looked_up = [f for exchange in self.exchanges for f in exchange.features]
             looked_up += [f for replicated in self.replicated for f in replicated.features]
             for exchange in self.exchanges:
@@ -69,13 +70,37 @@ class CollectionTables:
         emb = None if own is None else torchrec.fbgemm_module_of(lookup, own.group)
         descriptions = [torchrec_layout.describe(e.config, e.feature) for e in layout.entries]
         arguments = (emb, descriptions, layout.dim, torchrec.device_of(collection), env.world_size)
-        pooled = torchrec.is_pooled_collection(collection)
-        table = FbgemmBags(*arguments, own.tables if own else []) if pooled else FbgemmTable(*arguments)
+        table = FbgemmBags(*arguments, own.tables if own else []) if self.pooled else FbgemmTable(*arguments)
         entries, label = layout.features_and_tables(), f"{self.label}.{kind}"
         exchange = Exchange(label, table, layout.shards, layout.table_rows, entries, env.process_group)
         exchange.row_packing, exchange.gradient_packing = torchrec.packings(collection, kind)
         self.exchanges.append(exchange)
         self.output_names.append([e.output for e in layout.entries])
+
+    def look_up(self, features: Any, divide: bool) -> Any:
+        """The return value of the collection's forward, traced by Dynamo. `divide`: divide gradients by the number of
+        ranks."""
+        from torchrec.sparse.jagged_tensor import JaggedTensor
+
+        keys, values, lengths = parts_of(features)
+        counts, of_kjt = value_counts(self, features, keys, values, lengths)
+        lengths_of = {key: lengths[i] for i, key in enumerate(keys)}
+        outputs: dict[str, Any] = {}
+        for exchange, names in zip(self.exchanges, self.output_names, strict=True):
+            sizes = [counts.of(f) for f in exchange.features]
+            ids = ids_of(exchange, keys, values, counts)
+            embeddings = exchange.lookup(ids, self.world_size if divide else 1, of_kjt).split(sizes)
+            for name, feature, embedded in zip(names, exchange.features, embeddings, strict=True):
+                outputs[name] = JaggedTensor(values=embedded, lengths=lengths_of[feature])
+        for name, parts in self.joined.items():
+            columns = [outputs.pop(part) for part in parts]
+            outputs[name] = JaggedTensor(torch.cat([c.values() for c in columns], 1), lengths=columns[0].lengths())
+        for replicated in self.replicated:
+            ids = values_of(replicated.features, keys, values, counts)
+            embeddings = replicated.look_up(ids, self.world_size, of_kjt).split([i.shape[0] for i in ids])
+            for name, feature, part in zip(replicated.output_names, replicated.features, embeddings, strict=True):
+                outputs[name] = JaggedTensor(values=part, lengths=lengths_of[feature])
+        return outputs
 
 
 class ReplicatedTables:
@@ -105,18 +130,15 @@ class ReplicatedTables:
     def describe(self, feature: int) -> str:
         return self._descriptions[feature]
 
-
-def tables_of(collection: Any, make: type[CollectionTables] = CollectionTables) -> CollectionTables:
-    """The tables of a supported collection, created on first use."""
-    if "_freescale" not in collection.__dict__:
-        with dynamo.outside_inference_mode():  # the first use may be an evaluation
-            collection.__dict__["_freescale"] = make(collection)
-        collection.register_state_dict_pre_hook(open_transports.drain)
-    return collection.__dict__["_freescale"]
+    def look_up(self, ids: list[torch.Tensor], world_size: int, of_kjt: KeyedLengths) -> torch.Tensor:
+        rows = torch.ops.freescale.checked_rows(
+            ids, self.row_offsets, self.table_sizes, self.name, self.group_name, of_kjt.fault
+        )
+        return ReplicatedRows.apply(self.flat_weight, self.dim, rows, world_size, self.group_name)
 
 
 def existing_tables_of(module: Any) -> CollectionTables | None:
-    """The same, or None if the module has not been used."""
+    """The tables of a collection; None if it has not been used: see torchrec_pooling.tables_of."""
     return module.__dict__.get("_freescale")
 
 
@@ -135,41 +157,6 @@ def parts_of(features: Any) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     if lengths.shape[0] % len(keys):
         lengths = lengths[: samples * len(keys)]
     return keys, features.values(), lengths.view(len(keys), samples)
-
-
-def look_up(tables: CollectionTables, features: Any, divide: bool) -> dict[str, Any]:
-    """The return value of the collection's forward. `divide`: divide gradients by the number of ranks."""
-    from torchrec.sparse.jagged_tensor import JaggedTensor
-
-    keys, values, lengths = parts_of(features)
-    counts, of_kjt = value_counts(tables, features, keys, values, lengths)
-    lengths_of = {key: lengths[i] for i, key in enumerate(keys)}
-    outputs: dict[str, Any] = {}
-    divide_by = tables.world_size if divide else 1
-    for exchange, names in zip(tables.exchanges, tables.output_names, strict=True):
-        sizes = [counts.of(f) for f in exchange.features]
-        if exchange.freescale_plan is not None and exchange.features == keys:
-            ids = [values]  # as planned, without a split: this keeps graphs of many features small
-        else:
-            ids = values_of(exchange.features, keys, values, counts)
-        embeddings = exchange.lookup(ids, divide_by, of_kjt).split(sizes)
-        for name, feature, embedded in zip(names, exchange.features, embeddings, strict=True):
-            outputs[name] = JaggedTensor(values=embedded, lengths=lengths_of[feature])
-    for name, parts in tables.joined.items():
-        columns = [outputs.pop(part) for part in parts]
-        outputs[name] = JaggedTensor(torch.cat([c.values() for c in columns], 1), lengths=columns[0].lengths())
-    for replicated in tables.replicated:
-        ids = values_of(replicated.features, keys, values, counts)
-        rows = torch.ops.freescale.checked_rows(
-            ids, replicated.row_offsets, replicated.table_sizes, replicated.name, replicated.group_name, of_kjt.fault
-        )
-        embedded = ReplicatedRows.apply(
-            replicated.flat_weight, replicated.dim, rows, tables.world_size, replicated.group_name
-        )
-        embeddings = torch.split(embedded, [i.shape[0] for i in ids])
-        for name, feature, part in zip(replicated.output_names, replicated.features, embeddings, strict=True):
-            outputs[name] = JaggedTensor(values=part, lengths=lengths_of[feature])
-    return outputs
 
 
 class CountedValues:
@@ -209,11 +196,11 @@ class PlannedValues:
 
 
 def value_counts(
-    tables: CollectionTables, features: Any, keys: list[str], values: torch.Tensor, lengths: torch.Tensor,
-    pooled: bool = False,
-) -> tuple[CountedValues | PlannedValues, KeyedLengths]:  # fmt: skip
+    tables: CollectionTables, features: Any, keys: list[str], values: torch.Tensor, lengths: torch.Tensor
+) -> tuple[CountedValues | PlannedValues, KeyedLengths]:
     """Number of values per key: from the step's plan, which is on the host, or else from the lengths. Also returns what
-    a lookup has to check. `pooled`: the model does not see these sizes."""
+    a lookup has to check."""
+    pooled = tables.pooled  # the model does not see these sizes
     plan = tables.exchanges[0].freescale_plan if tables.exchanges else None
     # A second lookup in a step has its own error, regardless of its values.
     if plan is not None and not plan.used and all(key in plan.value_counts.keys for key in keys):
@@ -301,6 +288,14 @@ def _set_sizes(tables: CollectionTables, planned: bool, known: bool) -> None:
         tables.sizes_are_free = not known
     else:
         tables.counts_outside_graph = known
+
+
+def ids_of(
+    exchange: Exchange, keys: list[str], values: torch.Tensor, counts: CountedValues | PlannedValues
+) -> list[torch.Tensor]:
+    if exchange.freescale_plan is not None and exchange.features == keys:
+        return [values]  # as planned, without a split: this keeps graphs of many features small
+    return values_of(exchange.features, keys, values, counts)
 
 
 def values_of(

@@ -42,14 +42,10 @@ def patch_torchrec() -> bool:
         _original_forward = ShardedModule.forward
         ShardedModule.forward = _forward_of_other_modules
         ShardedModule.__init__ = _forget_callers_first(ShardedModule.__init__)
-        ShardedEmbeddingCollection.forward = _forward
-        ShardedEmbeddingBagCollection.forward = _forward_pooled
-        for cls, fn in (
-            (ShardedModule, _freescale_leave_to_torchrec),
-            (ShardedEmbeddingCollection, _freescale_prepare_tables),
-            (ShardedEmbeddingBagCollection, _freescale_prepare_pooled_tables),
-        ):
-            setattr(cls, fn.__name__, dynamo.assume_constant_result(fn))  # Dynamo finds it by name
+        ShardedModule._freescale_leave_to_torchrec = dynamo.assume_constant_result(_freescale_leave_to_torchrec)
+        for cls in (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection):
+            cls.forward = _forward
+            cls._freescale_prepare_tables = dynamo.assume_constant_result(_freescale_prepare_tables)
     return True
 
 
@@ -63,42 +59,7 @@ def _is_traced_for_freescale() -> bool:
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward of ShardedEmbeddingCollection."""
-    if not torch.compiler.is_compiling():
-        warn_of_uncompiled_call()
-        _must_not_be_planned(self)
-        return _original_forward(self, *args, **kwargs)
-    if not _is_traced_for_freescale():
-        return _original_forward(self, *args, **kwargs)
-    features = args[0] if args else kwargs["features"]
-    is_kjt = batch_structure.is_kjt(features)
-    weighted = is_kjt and features.weights_or_none() is not None
-    if not self._freescale_prepare_tables(is_kjt, weighted, is_kjt and features.variable_stride_per_key()):
-        assert self._freescale_left_to_torchrec  # adds a guard, so that no supported collection reuses this graph
-        return _torchrec_forward(self, features)
-    return torchrec_collection.look_up(self._freescale, features, _gradient_division())
-
-
-def _freescale_prepare_tables(self: Any, is_kjt: bool, weighted: bool, variable_stride: bool) -> bool:
-    """Return whether freescale supports this collection. Runs while Dynamo traces; the result is a constant."""
-    reason, table = torchrec_support.unsupported_reason(self), torchrec.embedding_configs(self)[0].name
-    if weighted:
-        reason = f"features of table {table!r} are weighted"
-    if variable_stride:
-        reason = f"the batch size varies per feature of table {table!r}"
-    if not is_kjt:
-        reason = f"features of table {table!r} are not a KeyedJaggedTensor"
-    if reason is not None:
-        torchrec_support.report_unsupported(self, reason)
-        return False
-    tables = torchrec_collection.tables_of(self)
-    if sum(len(x.features) for x in tables.exchanges) >= MANY_FEATURES:
-        dynamo.recompute_fakes()
-    return True
-
-
-def _forward_pooled(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward of ShardedEmbeddingBagCollection."""
+    """Forward of ShardedEmbeddingCollection and ShardedEmbeddingBagCollection."""
     if not torch.compiler.is_compiling():
         warn_of_uncompiled_call()
         _must_not_be_planned(self)
@@ -109,17 +70,23 @@ def _forward_pooled(self: Any, *args: Any, **kwargs: Any) -> Any:
     is_kjt = batch_structure.is_kjt(features)
     weights = features.weights_or_none() if is_kjt else None
     odd_weights = weights is not None and not weights.is_floating_point()
-    if not self._freescale_prepare_pooled_tables(is_kjt, odd_weights, is_kjt and features.variable_stride_per_key()):
-        assert self._freescale_left_to_torchrec  # as above
+    variable_stride = is_kjt and features.variable_stride_per_key()
+    if not self._freescale_prepare_tables(is_kjt, weights is not None, odd_weights, variable_stride):
+        assert self._freescale_left_to_torchrec  # adds a guard, so that no supported collection reuses this graph
         return _torchrec_forward(self, features)
-    return torchrec_pooling.look_up_pooled(self._freescale, features, _gradient_division())
+    return self._freescale.look_up(features, _gradient_division())
 
 
-def _freescale_prepare_pooled_tables(self: Any, is_kjt: bool, odd_weights: bool, variable_stride: bool) -> bool:
+def _freescale_prepare_tables(
+    self: Any, is_kjt: bool, weighted: bool, odd_weights: bool, variable_stride: bool
+) -> bool:
     """Return whether freescale supports this collection. Runs while Dynamo traces; the result is a constant."""
     reason, table = torchrec_support.unsupported_reason(self), torchrec.embedding_configs(self)[0].name
+    pooled = torchrec.is_pooled_collection(self)
     if odd_weights:
         reason = f"weights of features of table {table!r} are not floating-point"
+    if weighted and not pooled:
+        reason = f"features of table {table!r} are weighted"
     if variable_stride:
         reason = f"the batch size varies per feature of table {table!r}"
     if not is_kjt:
@@ -127,7 +94,9 @@ def _freescale_prepare_pooled_tables(self: Any, is_kjt: bool, odd_weights: bool,
     if reason is not None:
         torchrec_support.report_unsupported(self, reason)
         return False
-    torchrec_pooling.tables_of(self)
+    tables = torchrec_pooling.tables_of(self)
+    if not pooled and sum(len(x.features) for x in tables.exchanges) >= MANY_FEATURES:
+        dynamo.recompute_fakes()
     return True
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from freescale.compat import torchrec
-from freescale.runtime.tables import torchrec_collection
+from freescale.compat import dynamo, torchrec
+from freescale.kernels.transports import open_transports
 from freescale.runtime.tables.fbgemm import FbgemmBags
 from freescale.runtime.tables.table_exchange import Bags
-from freescale.runtime.tables.torchrec_collection import CollectionTables, parts_of, value_counts, values_of
+from freescale.runtime.tables.torchrec_collection import CollectionTables, ids_of, parts_of, value_counts, values_of
 from freescale.runtime.tables.torchrec_layout import Entry, ExchangeLayout
 
 SUM, MEAN_OF_BAG, MEAN_OF_SUMS, SUM_BESIDE_MEAN = range(4)  # how a feature is pooled
@@ -25,7 +25,9 @@ _EPS = 1e-6  # TorchRec adds it to the divisor
 
 
 class PooledTables(CollectionTables):
-    """The tables of one ShardedEmbeddingBagCollection, as used by its traced forward."""
+    """The tables of one ShardedEmbeddingBagCollection, and its traced forward."""
+
+    pooled = True
 
     def __init__(self, collection: Any) -> None:
         self.pooling: list[list[int]] = []  # per exchange, per entry
@@ -48,57 +50,51 @@ class PooledTables(CollectionTables):
             return MEAN_OF_SUMS if mean else SUM_BESIDE_MEAN
         return MEAN_OF_BAG if mean else SUM
 
+    def look_up(self, features: Any, divide: bool) -> Any:
+        from torchrec.sparse.jagged_tensor import KeyedTensor
+
+        keys, values, lengths = parts_of(features)
+        samples = lengths.shape[1]
+        counts, of_kjt = value_counts(self, features, keys, values, lengths)
+        weights = self._weights(features, values, planned_lengths=of_kjt.lengths is not None)
+        pooled: dict[str, torch.Tensor] = {}
+        for exchange, names, pooling in zip(self.exchanges, self.output_names, self.pooling, strict=True):
+            ids = ids_of(exchange, keys, values, counts)
+            of_bags, of_ids = lengths.view(-1), weights
+            if exchange.features != keys:
+                of_bags = torch.cat([lengths[keys.index(f)] for f in exchange.features])
+                of_ids = None if weights is None else torch.cat(values_of(exchange.features, keys, weights, counts))
+            bag_ends = of_bags.cumsum(0, dtype=torch.int64)
+            sums = exchange.lookup(ids, self.world_size if divide else 1, of_kjt, Bags(bag_ends, of_ids))
+            divisor = _divisor(pooling, of_bags.view(len(names), samples), of_ids, bag_ends)
+            if divisor is not None:
+                sums = sums / divisor.view(-1, 1)
+            by_feature = sums.view(len(names), samples, sums.shape[1])
+            for i, name in enumerate(names):
+                pooled[name] = by_feature[i]
+        values = torch.cat([pooled[name] for name in self.in_order], 1)
+        return KeyedTensor(keys=self.keys, length_per_key=self.key_widths, values=values, key_dim=1)
+
+    def _weights(self, features: Any, values: torch.Tensor, planned_lengths: bool) -> torch.Tensor | None:
+        """Per-id weights. As in TorchRec, they get no gradient."""
+        weights = features.weights_or_none()
+        if weights is None:
+            return None
+        weights = weights.detach().float()
+        if planned_lengths:
+            torch._check(weights.shape[0] == values.shape[0])  # checked by the LookaheadLoader
+            return weights
+        return torch.ops.freescale.checked_weights(weights, values, self.label, self.exchanges[0].host_group_name)
+
 
 def tables_of(collection: Any) -> CollectionTables:
     """The tables of a supported collection, pooled or not, created on first use."""
-    pooled = torchrec.is_pooled_collection(collection)
-    return torchrec_collection.tables_of(collection, PooledTables if pooled else CollectionTables)
-
-
-# ---- the traced forward ------------------------------------------------------------------------------------
-
-
-def look_up_pooled(tables: PooledTables, features: Any, divide: bool) -> Any:
-    """The return value of the collection's forward. `divide`: divide gradients by the number of ranks."""
-    from torchrec.sparse.jagged_tensor import KeyedTensor
-
-    keys, values, lengths = parts_of(features)
-    samples = lengths.shape[1]
-    counts, of_kjt = value_counts(tables, features, keys, values, lengths, pooled=True)
-    weights = _weights(tables, features, values, planned_lengths=of_kjt.lengths is not None)
-    pooled: dict[str, torch.Tensor] = {}
-    for exchange, names, pooling in zip(tables.exchanges, tables.output_names, tables.pooling, strict=True):
-        whole = exchange.features == keys
-        planned = whole and exchange.freescale_plan is not None
-        ids = [values] if planned else values_of(exchange.features, keys, values, counts)
-        of_bags, of_ids = lengths.view(-1), weights
-        if not whole:
-            of_bags = torch.cat([lengths[keys.index(f)] for f in exchange.features])
-            of_ids = None if weights is None else torch.cat(values_of(exchange.features, keys, weights, counts))
-        bag_ends = of_bags.cumsum(0, dtype=torch.int64)
-        sums = exchange.lookup(ids, tables.world_size if divide else 1, of_kjt, Bags(bag_ends, of_ids))
-        divisor = _divisor(pooling, of_bags.view(len(names), samples), of_ids, bag_ends)
-        if divisor is not None:
-            sums = sums / divisor.view(-1, 1)
-        by_feature = sums.view(len(names), samples, sums.shape[1])
-        for i, name in enumerate(names):
-            pooled[name] = by_feature[i]
-    values = torch.cat([pooled[name] for name in tables.in_order], 1)
-    return KeyedTensor(keys=tables.keys, length_per_key=tables.key_widths, values=values, key_dim=1)
-
-
-def _weights(
-    tables: PooledTables, features: Any, values: torch.Tensor, planned_lengths: bool
-) -> torch.Tensor | None:
-    """Per-id weights. As in TorchRec, they get no gradient."""
-    weights = features.weights_or_none()
-    if weights is None:
-        return None
-    weights = weights.detach().float()
-    if planned_lengths:
-        torch._check(weights.shape[0] == values.shape[0])  # checked by the LookaheadLoader
-        return weights
-    return torch.ops.freescale.checked_weights(weights, values, tables.label, tables.exchanges[0].host_group_name)
+    if "_freescale" not in collection.__dict__:
+        make = PooledTables if torchrec.is_pooled_collection(collection) else CollectionTables
+        with dynamo.outside_inference_mode():  # the first use may be an evaluation
+            collection.__dict__["_freescale"] = make(collection)
+        collection.register_state_dict_pre_hook(open_transports.drain)
+    return collection.__dict__["_freescale"]
 
 
 def _divisor(
