@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from freescale.compat import distributed, nn_modules, torchrec
 from freescale.compat.nn_modules import ParameterInput
@@ -55,7 +56,7 @@ def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> 
         return None
     _refuse_ddp_from_now_on()
     for p in marked:
-        AVERAGED_IN_GRAPHS.add(p.tensor)
+        AVERAGED_IN_GRAPHS[p.tensor] = None
     _watch_parameters_outside_graphs(marked, owners)
     places = [(p.name, p.index) for p in parameters]
 
@@ -107,17 +108,13 @@ def _group_name(gm: fx.GraphModule) -> str:
     """The group of the ranks that exchange rows in this graph, if it is not the world."""
     world = dist.group.WORLD
     assert world is not None
-    names = dict.fromkeys(name for n in _nodes(gm) if (name := _group_argument(n)) is not None)
+    nodes = (n for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
+    names = dict.fromkeys(name for n in nodes if (name := _group_argument(n)) is not None)
     smaller = [name for name in names if distributed.group_by_name(name).size() < world.size()]
     members = {tuple(dist.get_process_group_ranks(distributed.group_by_name(name))) for name in smaller}
     if len(members) > 1:
         raise ConfigError("FREESCALE_DENSE=allreduce: the tables of a graph use different process groups")
     return smaller[0] if smaller else str(world.group_name)
-
-
-def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    modules = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    return [n for m in modules for n in m.graph.nodes]
 
 
 def _group_argument(node: fx.Node) -> str | None:
@@ -138,9 +135,9 @@ class _Owners:
     """Current owners of a tensor's gradient other than the graph."""
 
     def __init__(self) -> None:
-        modules = nn_modules.live_objects(nn.Module)
-        sharded = [m for m in modules if isinstance(m, NativeTables) or torchrec.is_sharded_module(m)]
-        wrappers = [m for m in modules if isinstance(m, DistributedDataParallel)]
+        self.modules = nn_modules.live_objects(nn.Module)
+        sharded = [m for m in self.modules if isinstance(m, NativeTables) or torchrec.is_sharded_module(m)]
+        wrappers = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
         self._of_tables = {id(p) for m in sharded for p in m.parameters()}
         self._of_ddp = {id(p) for m in wrappers for p in nn_modules.averaged_by_ddp(m)}
 
@@ -188,10 +185,10 @@ def _refuse_ddp_from_now_on() -> None:
 
 def _watch_parameters_outside_graphs(marked: list[ParameterInput], owners: _Owners) -> None:
     """Raise if a parameter of the same model has a gradient but is in no graph: its gradient would not be averaged."""
-    for name, parameter in _parameters_beside(marked):
+    for name, parameter in _parameters_beside(marked, owners.modules):
         if parameter in _watched or owners.leave_alone(parameter) or owners.ddp_averages(parameter):
             continue
-        _watched.add(parameter)
+        _watched[parameter] = None
 
         def check(p: torch.Tensor, name: str = name) -> None:
             if p not in AVERAGED_IN_GRAPHS and p.grad is not None:
@@ -203,13 +200,15 @@ def _watch_parameters_outside_graphs(marked: list[ParameterInput], owners: _Owne
         parameter.register_post_accumulate_grad_hook(check)
 
 
-_watched = dense_parameters.TensorSet()
+_watched = WeakTensorKeyDictionary()
 
 
-def _parameters_beside(marked: list[ParameterInput]) -> list[tuple[str, nn.Parameter]]:
-    """The other trainable parameters of all modules that contain the marked ones."""
-    modules = nn_modules.live_objects(nn.Module)
+def _parameters_beside(marked: list[ParameterInput], modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """The other trainable parameters of all modules that contain a marked one."""
     ids = {id(p.tensor) for p in marked}
-    around = [m for m in modules if any(id(p) in ids for part in m.modules() for p in part._parameters.values())]
-    found = {id(p): (n, p) for m in around for n, p in m.named_parameters() if p.requires_grad}
-    return [(n, p) for i, (n, p) in found.items() if i not in ids]
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for module in modules:
+        named = list(module.named_parameters())
+        if any(id(p) in ids for _, p in named):
+            found.update({id(p): (n, p) for n, p in named if p.requires_grad and id(p) not in ids})
+    return list(found.values())

@@ -7,38 +7,21 @@ the first graph that uses them runs. Buffers stay local, as in TorchRec's Distri
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from freescale.compat import distributed, dynamo
 from freescale.runtime import agreement
 
 log = logging.getLogger(__name__)
 
-_BROADCAST_BYTES = 25 << 20  # per broadcast
-
-
-class TensorSet:
-    """A weak set of tensors, by identity."""
-
-    def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def add(self, tensor: torch.Tensor) -> None:
-        key = id(tensor)
-        self._refs[key] = weakref.ref(tensor, lambda _: self._refs.pop(key, None))
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        ref = self._refs.get(id(tensor))
-        return ref is not None and ref() is tensor
-
-
-AVERAGED_BY_TABLES = TensorSet()  # replicated tables: their lookup averages the gradient itself
-AVERAGED_IN_GRAPHS = TensorSet()
-_alike = TensorSet()  # broadcast from rank 0
+# Weak sets of tensors, by identity:
+AVERAGED_BY_TABLES: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()  # replicated tables: in their lookup
+AVERAGED_IN_GRAPHS: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()
+_alike: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()  # broadcast from rank 0
 
 
 def begin_alike(parameters: Sequence[tuple[str, torch.Tensor]], group_name: str, timeout: float) -> None:
@@ -50,9 +33,8 @@ def begin_alike(parameters: Sequence[tuple[str, torch.Tensor]], group_name: str,
     agreement.agree({"dense parameters": texts}, timeout, group_name)
     group = distributed.group_by_name(group_name)
     with torch.no_grad(), dynamo.outside_inference_mode():
-        changed = [name for part in _parts(new) for name in _receive(part, group)]
-    for _, tensor in new:
-        _alike.add(tensor)
+        changed = [name for name, tensor in new if _receive(tensor, group)]
+    _alike.update((tensor, None) for _, tensor in new)
     if changed:
         log.info(
             "synchronized %d parameters (the first is %s) with rank %d, whose values differed",
@@ -60,32 +42,13 @@ def begin_alike(parameters: Sequence[tuple[str, torch.Tensor]], group_name: str,
         )  # fmt: skip
 
 
-def _parts(parameters: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
-    """Split by device and size."""
-    parts: list[list[tuple[str, torch.Tensor]]] = []
-    size = 0
-    for name, tensor in sorted(parameters, key=lambda p: str(p[1].device)):
-        if not parts or parts[-1][0][1].device != tensor.device or size + tensor.nbytes > _BROADCAST_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append((name, tensor))
-        size += tensor.nbytes
-    return parts
-
-
-def _receive(part: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> list[str]:
-    """Return the names of parameters that differed on this rank."""
-    mine = [_bytes(t) for _, t in part]
-    flat = torch.cat(mine)
-    dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
-    changed = []
-    for (name, tensor), own, theirs in zip(part, mine, flat.split([m.numel() for m in mine]), strict=True):
-        if not torch.equal(own, theirs):
-            # Not through .data: autograd must see the change of a tensor that is already in use.
-            tensor.detach().copy_(theirs.clone().view(tensor.dtype).view(tensor.shape))
-            changed.append(name)
-    return changed
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def _receive(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Copy the first rank's values into the tensor. Return whether they differed."""
+    own = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    theirs = own.clone()
+    dist.broadcast(theirs, dist.get_global_rank(group, 0), group=group)
+    if torch.equal(own, theirs):
+        return False
+    # Not through .data: autograd must see the change of a tensor that is already in use.
+    tensor.detach().copy_(theirs.view(tensor.dtype).view(tensor.shape))
+    return True

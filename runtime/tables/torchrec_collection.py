@@ -109,7 +109,7 @@ class ReplicatedTables:
     def __init__(self, collection: Any, group: Any, flat_weight: torch.Tensor, ranks: dist.ProcessGroup) -> None:
         self.flat_weight, self.dim = flat_weight, torchrec.embedding_dim(collection)
         self.group_name = ranks.group_name
-        dense_parameters.AVERAGED_BY_TABLES.add(flat_weight)
+        dense_parameters.AVERAGED_BY_TABLES[flat_weight] = None
         self.features: list[str] = []
         self.output_names: list[str] = []
         self.row_offsets: list[int] = []
