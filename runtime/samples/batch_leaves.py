@@ -1,7 +1,6 @@
 """Values in a batch that are split by sample, one class per kind. Each converts to a column and back.
 
-Rows stay on their device. Lengths are needed on the CPU: a leaf lists them in `lengths`, and the caller copies those of
-all leaves at once.
+Rows stay on their device. Lengths are needed on the CPU, and the caller copies those of all leaves at once.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,20 +18,23 @@ from freescale.runtime import batch_structure
 from freescale.runtime.balance.integer_problem import BalanceError
 from freescale.runtime.samples.sample_columns import Column
 
-Columns = Mapping["Leaf", Column]
+Path = tuple[str, ...]  # names of fields, from the batch inwards
 
 
+@dataclass(eq=False)
 class Leaf(ABC):
-    """A value of a batch that is split by sample.
+    """A value of a batch that is split by sample."""
 
-    path     its path in the batch, "" for the batch itself
-    lengths  tensors that `column` needs on the CPU
-    """
+    path: Path
 
-    lengths: Sequence[torch.Tensor] = ()
+    @property
+    def name(self) -> str:
+        return ".".join(self.path) or "batch"
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    @property
+    def lengths(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that `column` needs on the CPU."""
+        return ()
 
     @abstractmethod
     def column(self, lengths: Sequence[torch.Tensor]) -> Column:
@@ -41,19 +44,20 @@ class Leaf(ABC):
     def value(self, column: Column) -> Any:
         """The same kind of value from another column of the same schema."""
 
-    def rebuild(self, columns: Columns) -> Any:
-        return self.value(columns[self])
+    def values(self, column: Column) -> dict[Path, Any]:
+        """The same, by path, and what else follows from the column."""
+        return {self.path: self.value(column)}
 
-    def _dense(self, rows: torch.Tensor) -> Column:
-        return Column(self.path or "batch", (_last_name(self.path),), None, (rows,), rows.shape[0])
+    def _dense(self, rows: torch.Tensor, counts: np.ndarray | None = None) -> Column:
+        samples = rows.shape[0] if counts is None else counts.shape[1]
+        return Column(self.name, (self.path[-1] if self.path else "batch",), counts, (rows,), samples)
 
 
+@dataclass(eq=False)
 class TensorLeaf(Leaf):
     """A tensor [samples, ...]."""
 
-    def __init__(self, path: str, tensor: torch.Tensor) -> None:
-        super().__init__(path)
-        self.tensor = tensor
+    tensor: torch.Tensor
 
     def column(self, lengths: Sequence[torch.Tensor]) -> Column:
         return self._dense(self.tensor.detach())
@@ -62,12 +66,11 @@ class TensorLeaf(Leaf):
         return column.rows[0]
 
 
+@dataclass(eq=False)
 class ArrayLeaf(Leaf):
     """A numeric NumPy array [samples, ...]."""
 
-    def __init__(self, path: str, array: np.ndarray) -> None:
-        super().__init__(path)
-        self.array = array
+    array: np.ndarray
 
     def column(self, lengths: Sequence[torch.Tensor]) -> Column:
         return self._dense(torch.from_numpy(np.ascontiguousarray(self.array)))
@@ -76,18 +79,16 @@ class ArrayLeaf(Leaf):
         return column.rows[0].numpy()
 
 
+@dataclass(eq=False)
 class ObjectsLeaf(Leaf):
     """A list or tuple with one Python object per sample; they are sent pickled."""
 
-    def __init__(self, path: str, objects: Sequence[Any]) -> None:
-        super().__init__(path)
-        self.objects = objects
+    objects: Sequence[Any]
 
     def column(self, lengths: Sequence[torch.Tensor]) -> Column:
         pickled = [np.frombuffer(pickle.dumps(o, pickle.HIGHEST_PROTOCOL), np.uint8) for o in self.objects]
         counts = np.array([[len(p) for p in pickled]], np.int64).reshape(1, len(pickled))
-        data = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *pickled]))
-        return Column(self.path or "batch", (_last_name(self.path),), counts, (data,), len(pickled))
+        return self._dense(torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *pickled])), counts)
 
     def value(self, column: Column) -> Sequence[Any]:
         ends = np.cumsum(column.counts()[0]).tolist()
@@ -96,44 +97,49 @@ class ObjectsLeaf(Leaf):
         return kind(pickle.loads(data[a:b]) for a, b in zip([0, *ends], ends, strict=False))
 
 
+@dataclass(eq=False)
 class KeyedJaggedLeaf(Leaf):
     """A KeyedJaggedTensor with at least one key."""
 
-    def __init__(self, path: str, kjt: Any) -> None:
-        super().__init__(path)
-        self.kjt, self.keys = kjt, tuple(kjt.keys())
-        self.lengths = (kjt.lengths(),)
+    kjt: Any
+
+    @property
+    def lengths(self) -> tuple[torch.Tensor, ...]:
+        return (self.kjt.lengths(),)
 
     def column(self, lengths: Sequence[torch.Tensor]) -> Column:
-        (flat,) = lengths
-        described = ", ".join(map(repr, self.keys))
-        if flat.shape[0] % len(self.keys):
+        (flat,), keys = lengths, tuple(self.kjt.keys())
+        described = ", ".join(map(repr, keys))
+        if flat.shape[0] % len(keys):
             raise BalanceError(
                 f"freescale: the features {described} of a KeyedJaggedTensor must have equally many samples; found "
-                f"{flat.shape[0]} lengths for {len(self.keys)} features"
+                f"{flat.shape[0]} lengths for {len(keys)} features"
             )
-        samples = flat.shape[0] // len(self.keys)
-        counts = flat.view(len(self.keys), samples).numpy().astype(np.int64)
+        samples = flat.shape[0] // len(keys)
+        counts = flat.view(len(keys), samples).numpy().astype(np.int64)
         rows = tuple(t.detach() for t in (self.kjt.values(), self.kjt.weights_or_none()) if t is not None)
         _check_lengths(described, counts, rows[0])
-        return Column(self.path or "batch", self.keys, counts, rows, samples, is_jagged=True)
+        return Column(self.name, keys, counts, rows, samples, is_jagged=True)
 
     def value(self, column: Column) -> Any:
-        lengths = _integers_as(self.lengths[0], column.counts().ravel())
+        lengths = _integers_as(self.kjt.lengths(), column.counts().ravel())
         weights = {"weights": column.rows[1]} if len(column.rows) > 1 else {}
-        return type(self.kjt)(keys=list(self.keys), values=column.rows[0], lengths=lengths, **weights)
+        return type(self.kjt)(keys=list(column.keys), values=column.rows[0], lengths=lengths, **weights)
 
 
+@dataclass(eq=False)
 class JaggedLeaf(Leaf):
     """A feature's 1-D tensor with its lengths or offsets, or both, in sibling fields: `beside` by name."""
 
-    def __init__(self, path: str, feature: str, values: torch.Tensor, beside: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(path)
-        self.feature, self.values, self.beside = feature, values, beside
-        self.lengths = tuple(beside.values())
+    tensor: torch.Tensor
+    beside: Mapping[str, torch.Tensor]
+
+    @property
+    def lengths(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.beside.values())
 
     def column(self, lengths: Sequence[torch.Tensor]) -> Column:
-        counts = None
+        counts, feature = None, self.path[-1]
         for name, tensor in zip(self.beside, lengths, strict=True):
             numbers = tensor.numpy().astype(np.int64)
             if _is_offsets(name):
@@ -142,34 +148,26 @@ class JaggedLeaf(Leaf):
                     raise BalanceError(f"freescale: {name!r} must start with 0; found {first}")
                 numbers = np.diff(numbers)
             if counts is not None and not np.array_equal(counts, numbers):
-                raise BalanceError(f"freescale: the lengths and the offsets of feature {self.feature!r} do not match")
+                raise BalanceError(f"freescale: the lengths and the offsets of feature {feature!r} do not match")
             counts = numbers
         assert counts is not None
-        _check_lengths(repr(self.feature), counts[None], self.values)
-        return Column(self.path, (self.feature,), counts[None], (self.values.detach(),), len(counts), is_jagged=True)
+        _check_lengths(repr(feature), counts[None], self.tensor)
+        return Column(self.name, (feature,), counts[None], (self.tensor.detach(),), len(counts), is_jagged=True)
 
     def value(self, column: Column) -> torch.Tensor:
         return column.rows[0]
 
-
-class LengthsOfJagged:
-    """The lengths or offsets next to a JaggedLeaf. Not a leaf: they are computed from its column."""
-
-    def __init__(self, leaf: JaggedLeaf, name: str) -> None:
-        self.leaf, self.name = leaf, name
-
-    def rebuild(self, columns: Columns) -> torch.Tensor:
-        lengths = columns[self.leaf].counts()[0]
-        numbers = np.concatenate(([0], np.cumsum(lengths))) if _is_offsets(self.name) else lengths
-        return _integers_as(self.leaf.beside[self.name], numbers)
+    def values(self, column: Column) -> dict[Path, Any]:
+        """With the lengths or offsets beside it."""
+        lengths, found = column.counts()[0], super().values(column)
+        for name, tensor in self.beside.items():
+            numbers = np.concatenate(([0], np.cumsum(lengths))) if _is_offsets(name) else lengths
+            found[(*self.path[:-1], name)] = _integers_as(tensor, numbers)
+        return found
 
 
 def _is_offsets(name: str) -> bool:
     return name.endswith("_offsets")
-
-
-def _last_name(path: str) -> str:
-    return path.rpartition(".")[2] or "batch"
 
 
 def _integers_as(template: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:

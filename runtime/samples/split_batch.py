@@ -14,7 +14,7 @@ import enum
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +26,11 @@ from freescale.runtime.balance.integer_problem import BalanceError
 from freescale.runtime.samples import sample_columns
 from freescale.runtime.samples.batch_leaves import (
     ArrayLeaf,
-    Columns,
     JaggedLeaf,
     KeyedJaggedLeaf,
     Leaf,
-    LengthsOfJagged,
     ObjectsLeaf,
+    Path,
     TensorLeaf,
 )
 from freescale.runtime.samples.sample_columns import Column
@@ -42,42 +41,15 @@ _OF_THE_WHOLE_BATCH = (
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-class Node(Protocol):
-    """A node of a batch's tree: a Leaf, LengthsOfJagged, or one of the two classes below."""
-
-    def rebuild(self, columns: Columns) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Unsplit:
-    """A value that belongs to the whole batch."""
-
-    value: Any
-
-    def rebuild(self, columns: Columns) -> Any:
-        return self.value
-
-
-@dataclass(frozen=True)
-class Container:
-    """A dict, list, tuple or dataclass, with a node per child."""
-
-    value: Any
-    children: list[Node]
-
-    def rebuild(self, columns: Columns) -> Any:
-        rebuilt = iter([child.rebuild(columns) for child in self.children])
-        return batch_structure.map_children(self.value, lambda child: next(rebuilt))
-
-
 @dataclass(frozen=True)
 class SplitBatch:
-    """A batch as columns, one per leaf of the tree `root`."""
+    """A batch as columns, one per leaf. `shared`: paths of values that belong to the whole batch."""
 
-    samples: int
-    columns: list[Column]
+    batch: Any
+    shared: Sequence[str]
     leaves: list[Leaf]
-    root: Node
+    columns: list[Column]
+    samples: int
 
     def schema(self) -> str:
         return "; ".join(c.schema() for c in self.columns)
@@ -92,16 +64,25 @@ class SplitBatch:
 
     def rebuild(self, columns: Sequence[Column]) -> Any:
         """A batch of the same structure, from columns of the same schema."""
-        return self.root.rebuild(dict(zip(self.leaves, columns, strict=True)))
+        pairs = zip(self.leaves, columns, strict=True)
+        return self._replaced((), self.batch, {p: v for leaf, c in pairs for p, v in leaf.values(c).items()})
+
+    def _replaced(self, path: Path, x: Any, values: dict[Path, Any]) -> Any:
+        """`x`, which is at `path`, with the new values in it."""
+        if path in values:
+            return values[path]
+        if isinstance(x, _OF_THE_WHOLE_BATCH) or ".".join(path) in self.shared:
+            return x
+        names = iter([name for name, _ in batch_structure.children(x)])
+        return batch_structure.map_children(x, lambda child: self._replaced((*path, next(names)), child, values))
 
 
 def split(batch: Any, shared: Sequence[str] = ()) -> SplitBatch:
     """Raises if a field cannot be split by sample, or has a different number of samples than the rest of the batch.
 
     `shared`: paths of fields that belong to the whole batch."""
-    leaves: list[Leaf] = []
     missing = dict.fromkeys(shared, True)
-    root = walk("", batch, leaves, missing)
+    leaves = list(_leaves((), batch, missing))
     if any(missing.values()):
         name = next(path for path, is_missing in missing.items() if is_missing)
         raise BalanceError(
@@ -115,71 +96,65 @@ def split(batch: Any, shared: Sequence[str] = ()) -> SplitBatch:
         )
     on_host = iter(batch_structure.to_host([t for leaf in leaves for t in leaf.lengths]))
     columns = [leaf.column([next(on_host) for _ in leaf.lengths]) for leaf in leaves]
-    return SplitBatch(_common_samples(columns), columns, leaves, root)
+    return SplitBatch(batch, shared, leaves, columns, _common_samples(columns))
 
 
-def walk(path: str, x: Any, leaves: list[Leaf], shared: dict[str, bool]) -> Node:
-    """The tree of a batch, or of its part at `path`. Appends its leaves to `leaves`. `shared`: paths of values that
-    belong to the whole batch, each True until found."""
-    node: Node
-    if path in shared:
-        shared[path] = False
-        return Unsplit(x)
-    if isinstance(x, _OF_THE_WHOLE_BATCH):
-        return Unsplit(x)
-    if batch_structure.is_kjt(x):
-        node = _keyed_jagged(path, x)
+def _leaves(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf]:
+    """The leaves of a batch, or of its part at `path`. `shared`: paths of values that belong to the whole batch, each
+    True until found."""
+    name = ".".join(path)
+    if name in shared:
+        shared[name] = False
+    elif isinstance(x, _OF_THE_WHOLE_BATCH):
+        return
+    elif batch_structure.is_kjt(x):
+        _require_separable(x)
+        if x.keys():
+            yield KeyedJaggedLeaf(path, x)
     elif isinstance(x, torch.Tensor):
         if x.is_nested or x.layout != torch.strided:
-            raise BalanceError(f"freescale: {_described(path)} is a tensor of layout {x.layout}, which cannot be split")
-        node = TensorLeaf(path, x) if x.dim() else Unsplit(x)
+            raise BalanceError(f"freescale: {_described(name)} is a tensor of layout {x.layout}, which cannot be split")
+        if x.dim():
+            yield TensorLeaf(path, x)
     elif isinstance(x, np.ndarray):
         if x.dtype.kind not in "biufc":
-            raise BalanceError(f"freescale: {_described(path)} is an array of {x.dtype}; expected numbers, or a list")
-        node = ArrayLeaf(path, x) if x.ndim else Unsplit(x)
+            raise BalanceError(f"freescale: {_described(name)} is an array of {x.dtype}; expected numbers, or a list")
+        if x.ndim:
+            yield ArrayLeaf(path, x)
     elif type(x) in (list, tuple) and not any(True for _ in batch_structure.leaves(x)):
-        node = ObjectsLeaf(path, x)
+        yield ObjectsLeaf(path, x)
     else:
-        return _container(path, x, leaves, shared)
-    if isinstance(node, Leaf):
-        leaves.append(node)
-    return node
+        yield from _leaves_inside(path, x, shared)
 
 
-def _keyed_jagged(path: str, kjt: Any) -> Node:
+def _require_separable(kjt: Any) -> None:
     for method, what in (("variable_stride_per_key", "batch sizes that differ by feature"),
                          ("inverse_indices_or_none", "inverse indices")):  # fmt: skip
         value = getattr(kjt, method, lambda: None)()
         if value is not None and value is not False:
             keys = ", ".join(map(repr, kjt.keys()))
             raise BalanceError(f"freescale: the KeyedJaggedTensor of {keys} has {what} and cannot be split by sample")
-    return KeyedJaggedLeaf(path, kjt) if kjt.keys() else Unsplit(kjt)
 
 
-def _container(path: str, x: Any, leaves: list[Leaf], shared: dict[str, bool]) -> Container:
+def _leaves_inside(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf]:
+    """Of a dict, list, tuple or dataclass."""
     children = list(batch_structure.children(x))
     if not children and not isinstance(x, Mapping):
         raise BalanceError(
-            f"freescale: {_described(path)} is a {type(x).__name__}, which cannot be split by sample; expected "
-            "tensors, KeyedJaggedTensors, lists of one object per sample, or dicts, tuples, dataclasses of them"
+            f"freescale: {_described('.'.join(path))} is a {type(x).__name__}, which cannot be split by sample; "
+            "expected tensors, KeyedJaggedTensors, lists of one object per sample, or dicts, tuples, dataclasses of "
+            "them"
         )
-    nodes: dict[str, Node] = {}
-    by_name = {} if isinstance(x, list) else {n: c for n, c in children if _joined(path, n) not in shared}
-    for name, jagged in _jagged_children(path, by_name):
-        leaves.append(jagged)
-        nodes[name] = jagged
-        nodes.update({beside: LengthsOfJagged(jagged, beside) for beside in jagged.beside})
-    for name, child in children:
-        if name not in nodes:
-            nodes[name] = walk(_joined(path, name), child, leaves, shared)
-    return Container(x, [nodes[name] for name, _ in children])
-
-
-def _jagged_children(path: str, children: Mapping[str, Any]) -> Iterator[tuple[str, JaggedLeaf]]:
-    for name, child in children.items():
-        beside = {n: children[n] for n in (f"{name}_lengths", f"{name}_offsets") if _may_be_lengths(children.get(n))}
+    split = {} if isinstance(x, list) else {n: c for n, c in children if ".".join((*path, n)) not in shared}
+    found: set[str] = set()
+    for name, child in split.items():
+        beside = {n: split[n] for n in (f"{name}_lengths", f"{name}_offsets") if _may_be_lengths(split.get(n))}
         if beside and isinstance(child, torch.Tensor) and child.dim() == 1:
-            yield name, JaggedLeaf(_joined(path, name), name, child, beside)
+            yield JaggedLeaf((*path, name), child, beside)
+            found |= {name, *beside}
+    for name, child in children:
+        if name not in found:
+            yield from _leaves((*path, name), child, shared)
 
 
 def _may_be_lengths(x: Any) -> bool:
@@ -200,10 +175,6 @@ def _common_samples(columns: Sequence[Column]) -> int:
         f"but {others}. Fields with several values per sample need lengths: use a KeyedJaggedTensor, or add "
         f"{wrong[0].keys[0] + '_lengths'!r}. List fields that are not per sample in BalanceOptions(shared=...)"
     )
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _described(path: str) -> str:
