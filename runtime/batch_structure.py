@@ -170,14 +170,14 @@ def summarize_structure(x: Any, found: list[Any]) -> Any:
 
 def to_device(x: Any, device: torch.device) -> Any:
     """The batch on `device`, copied asynchronously from pinned memory. On the CPU, the batch itself."""
-    if device.type == "cpu":
-        return x
-    if is_kjt(x) or isinstance(x, torch.Tensor):
-        current = x.device() if is_kjt(x) else x.device
+
+    def copied(leaf: Any) -> Any:
+        current = leaf.device() if is_kjt(leaf) else leaf.device
         if current == device:
-            return x
-        return (x.pin_memory() if current.type == "cpu" else x).to(device, non_blocking=True)
-    return map_children(x, lambda child: to_device(child, device))
+            return leaf
+        return (leaf.pin_memory() if current.type == "cpu" else leaf).to(device, non_blocking=True)
+
+    return x if device.type == "cpu" else map_leaves(x, copied)
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -224,6 +224,13 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
             yield from (t for t in (x.values(), x.lengths(), x.weights_or_none()) if t is not None)
         else:
             yield x
+
+
+def map_leaves(x: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of the batch with `change(leaf)` for each of its `leaves`, in their order."""
+    if isinstance(x, torch.Tensor) or is_kjt(x):
+        return change(x)
+    return map_children(x, lambda child: map_leaves(child, change))
 
 
 def map_children(x: Any, change: Callable[[Any], Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,7 +139,8 @@ class PlanBlock:
         for i, (leaf, place, t) in enumerate(zip(self._order, self._places, self._tensors, strict=True)):
             memory, place = (small, place) if i < self._n_small else (large, place - self._small_end)
             by_leaf[leaf] = detached(memory, _ELEMENT * place, t.nbytes).view(t.dtype).view(t.shape)
-        return _replace_packable(batch, map(by_leaf.__getitem__, range(len(by_leaf))))
+        tensors = map(by_leaf.__getitem__, range(len(by_leaf)))
+        return batch_structure.map_leaves(batch, lambda x: next(tensors) if _is_packable(x) else x)
 
 
 def detached(memory: torch.Tensor, first: int, size: int) -> torch.Tensor:
@@ -160,21 +161,9 @@ def _is_packable(x: Any) -> bool:
     return type(x) is torch.Tensor and x.is_cpu and x.layout == torch.strided and not x.requires_grad
 
 
-def _replace_packable(batch: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if batch_structure.is_kjt(batch) or isinstance(batch, torch.Tensor):
-        return next(tensors) if _is_packable(batch) else batch
-    return batch_structure.map_children(batch, lambda child: _replace_packable(child, tensors))
-
-
 def move_others(batch: Any, device: torch.device) -> tuple[Any, BatchEvent | None]:
     """Move everything that is not packable to the device. Also return the event to wait for before using the batch."""
     if device.type == "cpu":
         return batch, None
-    batch = _move_others(batch, device)
+    batch = batch_structure.map_leaves(batch, lambda x: x if _is_packable(x) else batch_structure.to_device(x, device))
     return batch, BatchEvent([x for x in batch_structure.leaves(batch) if not _is_packable(x)])
-
-
-def _move_others(x: Any, device: torch.device) -> Any:
-    if batch_structure.is_kjt(x) or isinstance(x, torch.Tensor):
-        return x if _is_packable(x) else batch_structure.to_device(x, device)
-    return batch_structure.map_children(x, lambda child: _move_others(child, device))
