@@ -30,6 +30,7 @@ class FbgemmTable:
     """The rows that this rank owns in one FBGEMM module (its tables concatenated); no rows if `emb` is None."""
 
     pooled = False  # whether its features are pooled
+    _all_tables = True  # of the module
     row_dtype = torch.float32  # of sent rows and of their gradients; FBGEMM also returns float32 for any storage type
 
     def __init__(
@@ -68,20 +69,23 @@ class FbgemmTable:
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.ops.freescale.pack_rows.default(self.weight, rows).to(self.row_dtype)
 
+    def _table_and_row(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = torch.searchsorted(self._table_starts, rows, right=True) - 1
+        return table, rows - self._table_starts[table]
+
     def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
+        if self.emb is not None:
+            apply = self._apply_adam if self._is_adam else self._apply_fbgemm
+            apply(rows, grads)
+
+    def _apply_fbgemm(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
         """Run FBGEMM's fused optimizer through its public lookup: one index and one gradient per row.
 
         No host sync: rows are ascending, so searchsorted finds where each table starts.
         """
-        if self.emb is None:
-            return
-        if self._is_adam:
-            self._apply_adam(rows, grads)
-            return
         with dynamo.autograd_inside_op():
-            table = torch.searchsorted(self._table_starts, rows, right=True) - 1
             offsets = torch.searchsorted(rows, self._table_starts)[self._tables_before]
-            embeddings = self.emb(rows - self._table_starts[table], offsets)
+            embeddings = self.emb(self._table_and_row(rows)[1], offsets)
             grads = grads.clone() if grads.is_inference() else grads
             torch.autograd.backward(embeddings, grads.view_as(embeddings))
 
@@ -91,7 +95,8 @@ class FbgemmTable:
         """apply_update with the sums of sum_rows. Each rank sends a row at most once."""
         if self.emb is None:
             return
-        if self._is_adam or self.weight.dtype != self.row_dtype or not torchrec.plain_step(self.emb):
+        ours = self._all_tables and not self._is_adam and self.weight.dtype == self.row_dtype
+        if not ours or not torchrec.plain_step(self.emb):
             self.apply_update(rows, torch.ops.freescale.sum_rows.default(grad, order, ends))
             return
         args, lr = torchrec.optimizer_settings(self.emb)
@@ -221,20 +226,9 @@ class FbgemmBags(FbgemmTable):
         table, row = self._table_and_row(rows)
         return self.weight.index_select(0, self._first_elements[table] + row * self.dim).to(self.row_dtype)
 
-    def _table_and_row(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        table = torch.searchsorted(self._table_starts, rows, right=True) - 1
-        return table, rows - self._table_starts[table]
-
-    def apply_update(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """Run FBGEMM's fused optimizer through its public lookup: one bag and one gradient per row.
-
-        A batch has a bag for every feature, so the bag count is the largest row count of any table.
-        """
-        if self.emb is None:
-            return
-        if self._is_adam:
-            self._apply_adam(rows, grads)
-            return
+    def _apply_fbgemm(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
+        """The same with one bag and one gradient per row. A batch has a bag for every feature, so the bag count is the
+        largest row count of any table."""
         ends = torch.searchsorted(rows, self._table_starts).tolist()  # host sync
         counts = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
         if max(counts) == 0:
@@ -266,14 +260,6 @@ class FbgemmBags(FbgemmTable):
         self._adam_step(weight, means, squares, torch.arange(rows.shape[0], device=rows.device), grads)
         for (flat, places), new in zip(stored, (weight, means, squares), strict=True):
             flat[places] = new
-
-    def sum_and_update(
-        self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
-    ) -> None:
-        if self.emb is None or self._all_tables:
-            super().sum_and_update(grad, rows, order, ends)
-        else:
-            self.apply_update(rows, torch.ops.freescale.sum_rows.default(grad, order, ends))
 
 
 class PooledBytes:
