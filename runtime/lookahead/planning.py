@@ -109,13 +109,11 @@ class PlannedBatch:
             self.next._plan_rows(exchanges)
         self.gradients.upload()
         for i, (plan, planned) in enumerate(zip(self.plans, self.gradients.exchanges, strict=True)):
-            if self.whole:
-                arrays = self.gradients.arrays(planned.gradients[: step_plan.ARRAYS_OF_ALL_GRADIENTS])
-                step_plan.plan_all_gradients(plan, arrays, planned.gradient_counts)
-                continue
-            step_plan.plan_gradients(plan, self.gradients.arrays(planned.gradients), planned.gradient_counts)
-            plan.last = self.next is None
-            plan.next = step_plan.plan_without_rows(plan) if self.next is None else self.next.plans[i]
+            extents = planned.gradients.first(step_plan.ARRAYS_OF_ALL_GRADIENTS) if self.whole else planned.gradients
+            step_plan.plan_gradients(plan, self.gradients.arrays(extents), planned.gradient_counts)
+            if not self.whole:
+                plan.last = self.next is None
+                plan.next = step_plan.plan_without_rows(plan) if self.next is None else self.next.plans[i]
         self.next = self.gradients = None  # otherwise each batch would keep all later ones alive
 
     def _plan_rows(self, exchanges: list[Exchange]) -> None:

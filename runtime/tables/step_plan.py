@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from freescale.compat import dynamo
@@ -167,7 +166,7 @@ def plan_rows(
     row_bytes = anchor.shape[1] * anchor.element_size()
     return StepPlan(
         number=number,
-        step=torch.from_numpy(np.array(number)),
+        step=torch.tensor(number, device="cpu"),
         ids=ids,
         value_counts=value_counts,
         inverse=inverse,
@@ -178,6 +177,7 @@ def plan_rows(
         early_counts=Counts(counts.other_send, counts.other_recv),
         early_slots=_NO_SLOTS if whole else torch.empty(n_early, dtype=torch.uint8),
         arrived=anchor if whole else anchor.new_empty(0, anchor.shape[1]),
+        whole=whole,
         stats={
             "values": ids.shape[0],
             "unique_rows": ends.shape[0],
@@ -191,32 +191,30 @@ def plan_rows(
 
 
 def plan_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: ExchangeCounts) -> None:
-    """The backward half. `arrays`: as batch_plan.GRADIENT_ARRAYS."""
-    keys, rows, order, ends, late_index, *late_update = arrays
-    # Gradients go back to the owners of the rows, so send and receive counts swap.
-    p.urgent_gradients = UrgentGradients(keys, rows, order, ends, counts.urgent_recv, counts.urgent_send)
-    p.late_index, p.late_update = late_index, OwnerUpdate(*late_update)
-    p.late_counts = Counts(counts.other_recv, counts.other_send)
+    """The backward half. `arrays`: as batch_plan.GRADIENT_ARRAYS; for a self-contained plan, the first of them, since
+    no gradients are late."""
+    keys, rows, order, ends, *late = arrays
     for c in counts:
         dynamo.mark_static(c)
-    n, dim = late_index.shape[0], p.arrived.shape[1]
+    dim = p.arrived.shape[1]
+    row_bytes = dim * p.arrived.element_size()
+    # Gradients go back to the owners of the rows, so send and receive counts swap.
+    all_keys = None if p.whole else keys
+    p.urgent_gradients = UrgentGradients(all_keys, rows, order, ends, counts.urgent_recv, counts.urgent_send)
+    p.stats["bytes_back_urgent"], p.stats["bytes_late"] = keys.shape[0] * row_bytes, 0
+    if p.whole:
+        p.last = True
+        return
+    p.late_index, p.late_update = late[0], OwnerUpdate(*late[1:])
+    p.late_counts = Counts(counts.other_recv, counts.other_send)
+    n = p.late_index.shape[0]
     # A shape-only tensor (all strides 0). Only its gradient is used.
     like = p.arrived
     p.late_slot = torch.empty_strided((n, dim), (0, 0), dtype=like.dtype, device=like.device).requires_grad_()
-    row_bytes = dim * p.arrived.element_size()
-    p.stats["bytes_back_urgent"], p.stats["bytes_late"] = keys.shape[0] * row_bytes, n * row_bytes
+    p.stats["bytes_late"] = n * row_bytes
 
 
 ARRAYS_OF_ALL_GRADIENTS = 4  # the first of batch_plan.GRADIENT_ARRAYS
-
-
-def plan_all_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: ExchangeCounts) -> None:
-    """The backward half of a self-contained plan: no gradients are late."""
-    keys, rows, order, ends = arrays
-    p.urgent_gradients = UrgentGradients(None, rows, order, ends, counts.urgent_recv, counts.urgent_send)
-    p.last = p.whole = True
-    row_bytes = p.arrived.shape[1] * p.arrived.element_size()
-    p.stats["bytes_back_urgent"], p.stats["bytes_late"] = keys.shape[0] * row_bytes, 0
 
 
 def plan_without_rows(p: StepPlan) -> StepPlan:
