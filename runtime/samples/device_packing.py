@@ -47,7 +47,7 @@ class DevicePacker:
         with _device_guard(self.device):
             slabs = self._dispatch(counts, destination)
             n_bytes = {
-                i: _rows_by_rank(counts[i], destination, len(self.peers)) * _row_bytes(x)
+                i: np.bincount(destination, counts[i].sum(0), len(self.peers)).astype(np.int64) * row_bytes(x)
                 for i, x in self._packable.items()
             }
             for size, mine in self._by_element_size.items():
@@ -140,13 +140,7 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
     return offsets
 
 
-def _rows_by_rank(counts: np.ndarray, destination: np.ndarray, ranks: int) -> np.ndarray:
-    rows = np.zeros(ranks, np.int64)
-    np.add.at(rows, destination, counts.sum(0))
-    return rows
-
-
-def _row_bytes(rows: torch.Tensor) -> int:
+def row_bytes(rows: torch.Tensor) -> int:
     return rows.shape[1:].numel() * rows.element_size()
 
 

@@ -8,16 +8,16 @@ CPU; tensors on a device are packed there, see device_packing.py. split_batch.py
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from freescale.runtime import batch_structure
-from freescale.runtime.samples.device_packing import DevicePacker
+from freescale.runtime.samples.device_packing import DevicePacker, row_bytes
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,13 @@ def sizes(columns: Sequence[Column], samples: int) -> np.ndarray:
     """Bytes per sample, including its lengths."""
     total = np.zeros(samples, np.int64)
     for c in columns:
-        total += c.counts().sum(0) * sum(_row_bytes(r) for r in c.rows)
+        total += c.counts().sum(0) * sum(row_bytes(r) for r in c.rows)
         total += 0 if c.lengths is None else 8 * len(c.keys)
     return total
 
 
-def select(columns: Sequence[Column], chosen: np.ndarray) -> list[Column]:
+def select(c: Column, chosen: np.ndarray) -> Column:
     """The chosen samples, in the given order."""
-    return [_selected(c, chosen) for c in columns]
-
-
-def _selected(c: Column, chosen: np.ndarray) -> Column:
     index, lengths = chosen, None
     if c.lengths is not None:
         lengths = c.lengths[:, chosen]
@@ -87,28 +83,27 @@ def exchange(
     on all ranks.
     """
     order, leaving = np.argsort(destination, kind="stable"), np.bincount(destination, minlength=group.size())
-    lengths = _exchange_lengths(columns, order, leaving, arriving, group)
-    counts_before = _counts_by_tensor(columns, [c.lengths for c in columns], len(destination))
-    counts_after = _counts_by_tensor(columns, lengths, int(arriving.sum()))
-    outgoing = [pieces for c in columns for pieces in _pieces_by_rank(c, order, leaving)]
-    packers = _device_packers(columns, group)
-    for packer, indices in packers:
-        for i, pieces in zip(indices, packer.pack([counts_before[i] for i in indices], destination), strict=True):
+    samples, lengths = int(arriving.sum()), _exchange_lengths(columns, order, leaving, arriving, group)
+    tensors = [r for c in columns for r in c.rows]
+    before = [c.lengths for c in columns for _ in c.rows]
+    after = [n for c, n in zip(columns, lengths, strict=True) for _ in c.rows]
+    outgoing = [_host_pieces(r, n, order, leaving) for r, n in zip(tensors, before, strict=True)]
+    packers = _device_packers(tensors, group)
+    for packer, mine in packers:
+        counts = _counts([before[i] for i in mine], len(destination))
+        for i, pieces in zip(mine, packer.pack(counts, destination), strict=True):
             outgoing[i] = pieces
-    expected = [
-        (_rows_by_rank(counts, arriving) * _row_bytes(r)).tolist()
-        for c, counts in zip(columns, lengths, strict=True)
-        for r in c.rows
-    ]
+    expected = [(_rows_by_rank(n, arriving) * row_bytes(r)).tolist() for r, n in zip(tensors, after, strict=True)]
     arrived = _exchange_bytes(outgoing, expected, group)
-    unpacked: dict[int, torch.Tensor] = {}
-    for packer, indices in packers:
-        rows = packer.unpack([counts_after[i] for i in indices], arriving, [arrived[i] for i in indices])
-        unpacked.update(zip(indices, rows, strict=True))
-    index = iter(range(len(arrived)))
+    rows = [_from_host_pieces(*x, samples, arriving) for x in zip(tensors, after, arrived, strict=True)]
+    for packer, mine in packers:
+        counts = _counts([after[i] for i in mine], samples)
+        for i, r in zip(mine, packer.unpack(counts, arriving, [arrived[i] for i in mine]), strict=True):
+            rows[i] = r
+    new = iter(rows)
     return [
-        _assemble(c, counts, [unpacked.get(i, arrived[i]) for _, i in zip(c.rows, index, strict=False)], arriving)
-        for c, counts in zip(columns, lengths, strict=True)
+        replace(c, lengths=n, rows=tuple(islice(new, len(c.rows))), samples=samples)
+        for c, n in zip(columns, lengths, strict=True)
     ]
 
 
@@ -117,9 +112,10 @@ def _on_device(rows: torch.Tensor) -> bool:
     return rows.device.type != "cpu"
 
 
-def _device_packers(columns: Sequence[Column], group: dist.ProcessGroup) -> list[tuple[DevicePacker, list[int]]]:
-    """Per device, its packer and the indices of its tensors among those of all columns."""
-    tensors = [r for c in columns for r in c.rows]
+def _device_packers(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> list[tuple[DevicePacker, list[int]]]:
+    """Per device, its packer and the indices of its tensors."""
     of_device: dict[torch.device, list[int]] = {}
     for i, r in enumerate(tensors):
         if _on_device(r):
@@ -127,12 +123,10 @@ def _device_packers(columns: Sequence[Column], group: dist.ProcessGroup) -> list
     return [(DevicePacker([tensors[i] for i in mine], group.rank(), group.size()), mine) for mine in of_device.values()]
 
 
-def _counts_by_tensor(
-    columns: Sequence[Column], lengths: Sequence[np.ndarray | None], samples: int
-) -> list[np.ndarray]:
-    """Rows per feature and sample, for each tensor of the columns."""
+def _counts(lengths: Sequence[np.ndarray | None], samples: int) -> list[np.ndarray]:
+    """Rows per feature and sample; the same array for all dense tensors."""
     dense = np.ones((1, samples), np.int64)
-    return [dense if n is None else n for c, n in zip(columns, lengths, strict=True) for _ in c.rows]
+    return [dense if n is None else n for n in lengths]
 
 
 def _exchange_bytes(
@@ -168,46 +162,36 @@ def _exchange_lengths(
     return [None if c.lengths is None else next(parts) for c in columns]
 
 
-def _pieces_by_rank(c: Column, order: np.ndarray, leaving: np.ndarray) -> list[list[torch.Tensor]]:
-    """For each tensor of the column and each rank, the bytes to send, ordered by feature, then by sample.
-
-    Empty for tensors that are packed on their device.
-    """
-    if all(map(_on_device, c.rows)):
-        return [[] for _ in c.rows]
-    if c.lengths is None:
-        index, per_rank = torch.from_numpy(order), leaving
-    else:
-        counts = c.lengths[:, order]
-        segments = _segments(len(c.keys), leaving)
-        starts = _starts(c.lengths)[:, order].ravel()[segments]
-        index, per_rank = torch.from_numpy(_spans(starts, counts.ravel()[segments])), _rows_by_rank(counts, leaving)
-    return [
-        [] if _on_device(r) else as_bytes(r.index_select(0, index)).split((per_rank * _row_bytes(r)).tolist())
-        for r in c.rows
-    ]
+def _host_pieces(
+    rows: torch.Tensor, lengths: np.ndarray | None, order: np.ndarray, leaving: np.ndarray
+) -> list[torch.Tensor]:
+    """For each rank, the bytes to send, ordered by feature, then by sample. Empty for tensors that are packed on their
+    device."""
+    if _on_device(rows):
+        return []
+    index, per_rank = order, leaving
+    if lengths is not None:
+        counts, segments = lengths[:, order], _segments(len(lengths), leaving)
+        starts = _starts(lengths)[:, order].ravel()[segments]
+        index, per_rank = _spans(starts, counts.ravel()[segments]), _rows_by_rank(counts, leaving)
+    return list(as_bytes(rows.index_select(0, torch.from_numpy(index))).split((per_rank * row_bytes(rows)).tolist()))
 
 
-def _assemble(
-    c: Column, counts: np.ndarray | None, arrived: Sequence[torch.Tensor | list[torch.Tensor]], arriving: np.ndarray
-) -> Column:
-    """Build the column from received bytes, ordered by rank, feature, sample; or from unpacked device tensors."""
-    samples = int(arriving.sum())
-    total = samples if counts is None else int(counts.sum())
-    index = None
-    if counts is not None and len(c.keys) > 1 and any(isinstance(t, list) for t in arrived):
-        segments = _segments(len(c.keys), arriving)
-        arrived_counts = counts.ravel()[segments]
-        starts = np.empty_like(arrived_counts)
-        starts[segments] = np.cumsum(arrived_counts) - arrived_counts
-        index = torch.from_numpy(_spans(starts, counts.ravel()))
-    rows = []
-    for t, before in zip(arrived, c.rows, strict=True):
-        if isinstance(t, list):
-            t = torch.cat(t).view(before.dtype).view(total, *before.shape[1:])
-            t = t if index is None else t.index_select(0, index)
-        rows.append(t)
-    return replace(c, lengths=counts, rows=tuple(rows), samples=samples)
+def _from_host_pieces(
+    before: torch.Tensor, lengths: np.ndarray | None, pieces: list[torch.Tensor], samples: int, arriving: np.ndarray
+) -> torch.Tensor:
+    """A tensor like `before` of received bytes, which are ordered by rank, feature, sample."""
+    if _on_device(before):
+        return before
+    n = samples if lengths is None else int(lengths.sum())
+    rows = torch.cat(pieces).view(before.dtype).view(n, *before.shape[1:])
+    if lengths is None or len(lengths) == 1:
+        return rows
+    segments = _segments(len(lengths), arriving)
+    arrived = lengths.ravel()[segments]
+    starts = np.empty_like(arrived)
+    starts[segments] = np.cumsum(arrived) - arrived
+    return rows.index_select(0, torch.from_numpy(_spans(starts, lengths.ravel())))
 
 
 def _segments(keys: int, samples: np.ndarray) -> np.ndarray:
@@ -236,10 +220,6 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 def _spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Concatenated ranges start, start + 1, ..., of the given counts."""
     return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-
-
-def _row_bytes(rows: torch.Tensor) -> int:
-    return math.prod(rows.shape[1:]) * rows.element_size()
 
 
 def as_bytes(rows: torch.Tensor) -> torch.Tensor:

@@ -194,7 +194,8 @@ def restore_outputs(outputs: Any, origin: torch.Tensor, group: dist.ProcessGroup
     arriving = np.array([header[2 + group.rank()] for header in headers])
     positions = Column("position", ("position",), None, (torch.from_numpy(position.copy()),), split.samples)
     *arrived, positions = sample_columns.exchange([*split.columns, positions], home, arriving, group)
-    return split.rebuild(sample_columns.select(arrived, np.argsort(positions.rows[0].numpy(), kind="stable")))
+    order = np.argsort(positions.rows[0].numpy(), kind="stable")
+    return split.rebuild([sample_columns.select(c, order) for c in arrived])
 
 
 def _try_split(outputs: Any, samples: int) -> tuple[SplitBatch | None, Exception | None]:

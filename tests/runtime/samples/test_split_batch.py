@@ -107,7 +107,7 @@ def test_samples_are_selected_in_every_part_of_a_batch(chosen):
     batch = whole_batch()
     split = split_batch.split(batch)
     assert split.samples == 4
-    before, after = described(batch), described(split.rebuild(sample_columns.select(split.columns, np.array(chosen, np.int64))))
+    before, after = described(batch), described(split.rebuild([sample_columns.select(c, np.array(chosen, np.int64)) for c in split.columns]))
     assert after[1:] == before[1:] and after[0] == [before[0][i] for i in chosen]
 
 
@@ -282,7 +282,7 @@ def _same_bits(device: str, examples: int) -> int:
             finally:
                 sample_columns._on_device = honest
             results.append(split.rebuild(came))
-            turned = split.rebuild(sample_columns.select(came, np.arange(arriving.sum())[::-1].copy()))
+            turned = split.rebuild([sample_columns.select(c, np.arange(arriving.sum())[::-1].copy()) for c in came])
             assert devices(results[-1]) == devices(turned) == devices(given_batch)
             results.append(turned)
             messages.append(sent)
