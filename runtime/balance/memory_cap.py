@@ -123,10 +123,3 @@ def fit_to_cap(partition: Partition, *, any_count: bool = False) -> Partition:
 def _with_counts_of(problem: Problem, rank: np.ndarray) -> Problem:
     """The problem with the counts of the assignment `rank`."""
     return replace(problem, counts=np.bincount(rank, minlength=problem.ranks))
-
-
-def over_cap(method: str, held: float, cap: int) -> BalanceError:
-    """Error for methods that move nothing and so cannot reduce memory."""
-    return BalanceError(
-        f"freescale: the method {method!r} leaves {int(held)} bytes of memory on a rank, above the cap of {cap}"
-    )

@@ -12,19 +12,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from freescale.runtime.balance.integer_problem import BalanceError
 
 log = logging.getLogger(__name__)
-
-
-class Cost(Protocol):
-    """Costs of samples from their lengths: one array per field, in field order."""
-
-    def __call__(self, *lengths: np.ndarray) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from freescale.runtime.balance.integer_problem import (
     make_problem,
     short_text,
 )
-from freescale.runtime.balance.memory_cap import StopCriteria, fit_to_cap, improve_within_cap, over_cap
+from freescale.runtime.balance.memory_cap import StopCriteria, fit_to_cap, improve_within_cap
 from freescale.runtime.balance.swaps import OperationBudget, Partition, improve
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,10 @@ def _unmoved(problem: Problem, counts_given: bool) -> Partition:
     partition = Partition(problem, problem.home)
     if not partition.fits_memory():
         assert partition.memory is not None
-        raise over_cap("none", partition.memory.max(), problem.cap)
+        raise BalanceError(
+            f"freescale: the method 'none' leaves {int(partition.memory.max())} bytes of memory on a rank, above the "
+            f"cap of {problem.cap}"
+        )
     return partition
 
 
