@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -45,10 +45,10 @@ def _named_leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
             yield from _named_leaves(child_name, child)
 
 
-def _find_features(batch: Any, wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _find_features(batch: Any, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield (feature, tensor or KeyedJaggedTensor with its ids) for each occurrence of a wanted feature. A tensor with
     the same name as a key of a KeyedJaggedTensor is not that feature: it may be a label."""
-    named = list(_named_leaves("", batch))
+    named, wanted = list(_named_leaves("", batch)), set(wanted)
     keys = {key for _, x in named if is_kjt(x) for key in x.keys()}
     for name, x in named:
         if is_kjt(x):
@@ -60,18 +60,6 @@ def _find_features(batch: Any, wanted: Sequence[str]) -> Iterator[tuple[str, Any
 def id_holders(batch: Any, wanted: Sequence[str]) -> list[Any]:
     """The tensors and KeyedJaggedTensors of the batch that hold ids of the wanted features."""
     return list({id(x): x for _, x in _find_features(batch, wanted)}.values())
-
-
-def places_of_features(batch: Any, wanted: Sequence[str]) -> list[int] | None:
-    """Indices of the `leaves` that hold ids of the wanted features, valid for all batches of the same structure. None
-    for batches with KeyedJaggedTensors, and where `feature_ids` raises."""
-    named = list(_named_leaves("", batch))
-    if any(is_kjt(x) for _, x in named):
-        return None
-    found = [[i for i, (name, x) in enumerate(named) if name == w and x.dtype in _INTEGERS] for w in wanted]
-    if any(len(places) != 1 or named[places[0]][1].dim() != 1 for places in found):
-        return None
-    return [place for (place,) in found]
 
 
 def leaves(x: Any) -> Iterator[Any]:
@@ -87,16 +75,10 @@ def leaves(x: Any) -> Iterator[Any]:
             yield from leaves(part)
 
 
-def feature_ids(batch: Any, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The ids of each wanted feature, on the CPU. Raises if a feature is missing or ambiguous."""
-    return feature_ids_and_counts(batch, wanted)[0]
-
-
-def feature_ids_and_counts(batch: Any, wanted: Iterable[str]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Also the number of values per key of the KeyedJaggedTensors that hold the ids, for all keys, unless two of them
-    differ. A feature may be in the batch several times, with the same ids (some pipelines want every feature in one
-    KeyedJaggedTensor besides)."""
-    wanted = list(dict.fromkeys(wanted))
+def feature_ids_and_counts(batch: Any, wanted: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """The ids of each wanted feature, on the CPU, and the number of values per key of the KeyedJaggedTensors that hold
+    the ids, for all keys, unless two of them differ. Raises if a feature is missing or ambiguous. It may be in the
+    batch several times, with the same ids (some pipelines want every feature in one KeyedJaggedTensor besides)."""
     ids: dict[str, torch.Tensor] = {}
     places = list(_find_features(batch, wanted))
     host = _ids_on_host([x for _, x in places])
@@ -110,7 +92,7 @@ def feature_ids_and_counts(batch: Any, wanted: Iterable[str]) -> tuple[dict[str,
                 f"freescale: feature {name!r} is in the batch twice, with different ids: cannot tell which to plan"
             )
         ids[name] = found
-    missing = [w for w in wanted if w not in ids]
+    missing = [w for w in dict.fromkeys(wanted) if w not in ids]
     if missing:
         raise ValueError(
             f"freescale: the batch has no feature {', '.join(map(repr, missing))}, which the model looks up; "

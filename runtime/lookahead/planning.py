@@ -109,7 +109,7 @@ class PlannedBatch:
             self.next._plan_rows(exchanges)
         self.gradients.upload()
         for i, (plan, planned) in enumerate(zip(self.plans, self.gradients.exchanges, strict=True)):
-            extents = planned.gradients.first(step_plan.ARRAYS_OF_ALL_GRADIENTS) if self.whole else planned.gradients
+            extents = planned.gradients[: step_plan.ARRAYS_OF_ALL_GRADIENTS] if self.whole else planned.gradients
             step_plan.plan_gradients(plan, self.gradients.arrays(extents), planned.gradient_counts)
             if not self.whole:
                 plan.last = self.next is None
@@ -154,7 +154,6 @@ class BatchPlanning:
         self._error: BaseException | None = None
         self._structure: Any = None  # of the last batch, fast to compare
         self._structure_in_words: str | None = None  # of every batch
-        self._id_places: list[int] | None = None  # in a batch's leaves: places_of_features
         self._previous: PlannedBatch | None = None  # its gradients are not planned yet
         self._features = list(dict.fromkeys(f for x in exchanges for f in x.features))
         self._device = exchanges[0].anchor.device
@@ -212,8 +211,8 @@ class BatchPlanning:
             except Exception as error:  # noqa: BLE001  (raised by `state_dict`)
                 planned.loader_state = error
         self._require_same_structure(planned.batch)
-        if self._id_places is None:  # it holds KeyedJaggedTensors
-            torchrec_support.require_plannable(self.number, planned.batch, self._features, self.exchanges)
+        leaves = list(batch_structure.leaves(planned.batch))
+        torchrec_support.require_plannable(self.number, leaves, self.exchanges)
         return None if self.balancer is None else self.balancer.prepare(self.number, planned.batch)
 
     def _balance(self, balancer: BatchBalancer, planned: PlannedBatch, own: list[int]) -> None:
@@ -231,14 +230,10 @@ class BatchPlanning:
         and for the tensors of the batch."""
         leaves = list(batch_structure.leaves(planned.batch))
         counts = []
-        if self._id_places is None:
-            by_feature, planned.value_counts = batch_structure.feature_ids_and_counts(planned.batch, self._features)
-            if planned.value_counts:
-                planned.count_tensor = torch.tensor(list(planned.value_counts.values()))
-                counts = [planned.count_tensor]
-        else:
-            on_host = batch_structure.to_host([leaves[place] for place in self._id_places])
-            by_feature = dict(zip(self._features, on_host, strict=True))
+        by_feature, planned.value_counts = batch_structure.feature_ids_and_counts(planned.batch, self._features)
+        if planned.value_counts:
+            planned.count_tensor = torch.tensor(list(planned.value_counts.values()))
+            counts = [planned.count_tensor]
         tensors = packable_tensors([*leaves, *counts], self._device)
         planned.rows = PlanBlock(self._room, self._pinned, tensors)
         if len(tensors) - len(counts) < len(leaves):
@@ -335,4 +330,3 @@ class BatchPlanning:
         if before is not None and in_words != before:
             raise ValueError(f"freescale: batch {self.number} is {in_words}; the batches before it were {before}")
         self._structure, self._structure_in_words = structure, in_words
-        self._id_places = batch_structure.places_of_features(batch, self._features)

@@ -130,9 +130,10 @@ def _unsupported_storage(lookup: Any, names: str) -> str | None:
     return None
 
 
-def require_plannable(number: int, batch: Any, features: list[str], exchanges: list[Exchange]) -> None:
+def require_plannable(number: int, leaves: list[Any], exchanges: list[Exchange]) -> None:
     """Raise for a batch whose lookups TorchRec's own code runs, which cannot be planned."""
-    kjts = list(filter(batch_structure.is_kjt, batch_structure.id_holders(batch, features)))
+    features = {f for x in exchanges for f in x.features}
+    kjts = [x for x in leaves if batch_structure.is_kjt(x) and not features.isdisjoint(x.keys())]
     tables = ((x.table, x.features) for x in exchanges if kjts)
     sequences = {f for t, fs in tables if isinstance(t, fbgemm.FbgemmTable) and not t.pooled for f in fs}
     for kjt in kjts:

@@ -99,14 +99,14 @@ def test_a_label_with_the_name_of_a_feature():
     found, counts = batch_structure.feature_ids_and_counts(batch, ["item", "user", "shop"])
     assert [found[n].tolist() for n in ("item", "user", "shop")] == [[10], [11], [0, 1]] and counts == {"item": 1, "user": 1}
     with pytest.raises(ValueError, match="'user' is in the batch twice, with different ids"):
-        batch_structure.feature_ids({"one": kjt, "other": KeyedJaggedTensor("user")}, ["user"])
+        batch_structure.feature_ids_and_counts({"one": kjt, "other": KeyedJaggedTensor("user")}, ["user"])
 
 
 def test_equal_copies_of_a_feature():
     one, other = KeyedJaggedTensor("item", "user"), KeyedJaggedTensor("item", "shop")
     found, counts = batch_structure.feature_ids_and_counts({"one": one, "other": other}, ["item", "user"])
     assert [found[n].tolist() for n in ("item", "user")] == [[10], [11]] and counts == {"item": 1, "user": 1, "shop": 1}
-    assert batch_structure.feature_ids({"x": {"item": ids()}, "y": {"item": ids()}}, ["item"])["item"].tolist() == [0, 1, 2]
+    assert batch_structure.feature_ids_and_counts({"x": {"item": ids()}, "y": {"item": ids()}}, ["item"])[0]["item"].tolist() == [0, 1, 2]
 
 
 def found_again(make: Any, found: list[Any]) -> list[Any]:
@@ -129,19 +129,10 @@ def found_again(make: Any, found: list[Any]) -> list[Any]:
         ({"0": torch.ones(2), "rest": [ids(2), ids(7)]}, ["1"]),
     ],
 )
-def test_places_of_features(batch, wanted):
-    places = batch_structure.places_of_features(batch, wanted)
-    leaves = list(batch_structure.leaves(batch))
-    expected = batch_structure.feature_ids(batch, wanted)
-    assert places is not None and [leaves[p].data_ptr() for p in places] == [expected[w].data_ptr() for w in wanted]
-
-
-def test_a_tensor_that_is_there_twice():
-    """It is the place that counts, not the tensor: in the next batch they are two."""
-    twice = ids()
-    batch, following = {"copy": twice, "item": twice}, {"copy": ids(1), "item": ids(2)}
-    (place,) = batch_structure.places_of_features(batch, ["item"])
-    assert list(batch_structure.leaves(following))[place].shape[0] == 2
+def test_ids_of_features(batch, wanted):
+    found, counts = batch_structure.feature_ids_and_counts(batch, wanted)
+    holders = {id(x) for x in batch_structure.id_holders(batch, wanted)}
+    assert {id(found[w]) for w in wanted} == holders and list(found) != [] and counts == {}
 
 
 @pytest.mark.parametrize(
@@ -153,10 +144,9 @@ def test_a_tensor_that_is_there_twice():
         ({"x": {"item": ids()}, "y": {"item": ids().view(1, 3)}}, "1 dimension"),
     ],
 )
-def test_no_places_where_the_batch_is_refused(batch, words):
-    assert batch_structure.places_of_features(batch, ["item"]) is None
+def test_where_the_batch_is_refused(batch, words):
     with pytest.raises(ValueError, match=words):
-        batch_structure.feature_ids(batch, ["item"])
+        batch_structure.feature_ids_and_counts(batch, ["item"])
 
 
 @pytest.mark.thorough  # loading TorchRec takes seconds
@@ -167,7 +157,6 @@ def test_keyed_jagged_tensors():
         return KeyedJaggedTensor.from_lengths_sync(list(keys), ids(len(keys)), torch.ones(len(keys), dtype=torch.int64))
 
     batch = {"kjt": kjt("item", "user"), "other": ids()}
-    assert batch_structure.places_of_features(batch, ["other"]) is None
     assert summarized(batch)[0] == summarized({"kjt": kjt("item", "user"), "other": ids(7)})[0]
     assert summarized(batch)[0] != summarized({"kjt": kjt("user", "item"), "other": ids()})[0]
     assert [id(x) for x in summarized(batch)[1]] == [id(batch["kjt"]), id(batch["other"])]

@@ -362,7 +362,7 @@ def _waits() -> list[int]:
         split = counted(lambda: split_batch.split(batch))
         came = counted(lambda c=split: sample_columns.exchange(c.columns, to, np.bincount(to)[[rank] * world], dist.group.WORLD))
         new = counted(lambda c=split, x=came: c.rebuild(x))
-        counted(lambda b=new: structures.feature_ids(b, ["x11.0", "x11.2", "x12.1", "label"]))
+        counted(lambda b=new: structures.feature_ids_and_counts(b, ["x11.0", "x11.2", "x12.1", "label"]))
     return found
 
 
