@@ -26,27 +26,22 @@ MANY_FEATURES = 16  # from here on torch's fake tensor cache costs more than it 
 _original_forward: Any = None
 
 
-def patch_torchrec() -> bool:
-    """Patch TorchRec's classes, once. Returns False if TorchRec is not installed."""
+def patch_torchrec() -> None:
+    """Patch TorchRec's classes, once; nothing if it is not installed."""
     global _original_forward
     try:
-        from torchrec.distributed.embedding import ShardedEmbeddingCollection
-        from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
         from torchrec.distributed.types import ShardedModule
         from torchrec.optim.keyed import KeyedOptimizer
     except ImportError:
-        return False
+        return
     if _original_forward is None:
         KeyedOptimizer.state_dict = _call_watchers_first(KeyedOptimizer.state_dict, "before_read")
         KeyedOptimizer.load_state_dict = _call_watchers_first(KeyedOptimizer.load_state_dict, "before_load")
         _original_forward = ShardedModule.forward
-        ShardedModule.forward = _forward_of_other_modules
+        ShardedModule.forward = _forward
         ShardedModule.__init__ = _forget_callers_first(ShardedModule.__init__)
-        ShardedModule._freescale_leave_to_torchrec = dynamo.assume_constant_result(_freescale_leave_to_torchrec)
-        for cls in (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection):
-            cls.forward = _forward
-            cls._freescale_prepare_tables = dynamo.assume_constant_result(_freescale_prepare_tables)
-    return True
+        # Dynamo finds it by its name.
+        ShardedModule._freescale_prepare_tables = dynamo.assume_constant_result(_freescale_prepare_tables)
 
 
 # ---- forward ------------------------------------------------------------------------------------------------
@@ -59,64 +54,57 @@ def _is_traced_for_freescale() -> bool:
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward of ShardedEmbeddingCollection and ShardedEmbeddingBagCollection."""
+    """Forward of all sharded modules."""
     if not torch.compiler.is_compiling():
         warn_of_uncompiled_call()
         _must_not_be_planned(self)
         return _original_forward(self, *args, **kwargs)
     if not _is_traced_for_freescale():
         return _original_forward(self, *args, **kwargs)
-    features = args[0] if args else kwargs["features"]
+    features: Any = args[0] if args else kwargs.get("features")
     is_kjt = batch_structure.is_kjt(features)
     weights = features.weights_or_none() if is_kjt else None
     odd_weights = weights is not None and not weights.is_floating_point()
     variable_stride = is_kjt and features.variable_stride_per_key()
     if not self._freescale_prepare_tables(is_kjt, weights is not None, odd_weights, variable_stride):
         assert self._freescale_left_to_torchrec  # adds a guard, so that no supported collection reuses this graph
-        return _torchrec_forward(self, features)
+        return _torchrec_forward(self, *args, **kwargs)
     return self._freescale.look_up(features, _gradient_division())
 
 
 def _freescale_prepare_tables(
     self: Any, is_kjt: bool, weighted: bool, odd_weights: bool, variable_stride: bool
 ) -> bool:
-    """Return whether freescale supports this collection. Runs while Dynamo traces; the result is a constant."""
-    reason, table = torchrec_support.unsupported_reason(self), torchrec.embedding_configs(self)[0].name
-    pooled = torchrec.is_pooled_collection(self)
-    if odd_weights:
-        reason = f"weights of features of table {table!r} are not floating-point"
-    if weighted and not pooled:
-        reason = f"features of table {table!r} are weighted"
-    if variable_stride:
-        reason = f"the batch size varies per feature of table {table!r}"
-    if not is_kjt:
-        reason = f"features of table {table!r} are not a KeyedJaggedTensor"
+    """Return whether freescale supports this module. Runs while Dynamo traces; the result is a constant."""
+    reason = _unsupported_reason(self, is_kjt, weighted, odd_weights, variable_stride)
     if reason is not None:
         torchrec_support.report_unsupported(self, reason)
         return False
     tables = torchrec_pooling.tables_of(self)
-    if not pooled and sum(len(x.features) for x in tables.exchanges) >= MANY_FEATURES:
+    if not tables.pooled and sum(len(x.features) for x in tables.exchanges) >= MANY_FEATURES:
         dynamo.recompute_fakes()
     return True
 
 
-def _forward_of_other_modules(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward of other sharded modules: Dynamo does not trace into them."""
-    if not torch.compiler.is_compiling():
-        warn_of_uncompiled_call()
-        return _original_forward(self, *args, **kwargs)
-    if not _is_traced_for_freescale():
-        return _original_forward(self, *args, **kwargs)
-    self._freescale_leave_to_torchrec()
-    return _torchrec_forward(self, *args, **kwargs)
+def _unsupported_reason(
+    module: Any, is_kjt: bool, weighted: bool, odd_weights: bool, variable_stride: bool
+) -> str | None:
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-
-def _freescale_leave_to_torchrec(self: Any) -> bool:
-    """Runs while Dynamo traces."""
-    names = ", ".join(repr(c.name) for c in torchrec.pooled_configs(self))
-    reason = f"pooled tables {names} are not supported" if names else f"{type(self).__name__} is not supported"
-    torchrec_support.report_unsupported(self, reason)
-    return True
+    if not isinstance(module, (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)):
+        names = ", ".join(repr(c.name) for c in torchrec.pooled_configs(module))
+        return f"pooled tables {names} are not supported" if names else f"{type(module).__name__} is not supported"
+    table = torchrec.embedding_configs(module)[0].name
+    if not is_kjt:
+        return f"features of table {table!r} are not a KeyedJaggedTensor"
+    if variable_stride:
+        return f"the batch size varies per feature of table {table!r}"
+    if weighted and not torchrec.is_pooled_collection(module):
+        return f"features of table {table!r} are weighted"
+    if odd_weights:
+        return f"weights of features of table {table!r} are not floating-point"
+    return torchrec_support.unsupported_reason(module)
 
 
 @torch._dynamo.disable
