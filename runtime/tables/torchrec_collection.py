@@ -87,7 +87,7 @@ class CollectionTables:
         lengths_of = {key: lengths[i] for i, key in enumerate(keys)}
         outputs: dict[str, Any] = {}
         for exchange, names in zip(self.exchanges, self.output_names, strict=True):
-            sizes = [counts.of(f) for f in exchange.features]
+            sizes = [counts.of_run(keys.index(f), keys.index(f) + 1) for f in exchange.features]
             ids = ids_of(exchange, keys, values, counts)
             embeddings = exchange.lookup(ids, self.world_size if divide else 1, of_kjt).split(sizes)
             for name, feature, embedded in zip(names, exchange.features, embeddings, strict=True):
@@ -169,9 +169,6 @@ class CountedValues:
         """Total of consecutive keys."""
         return sum(self.counts[first:last])
 
-    def of(self, key: str) -> int:
-        return self.counts[self.keys.index(key)]
-
 
 class PlannedValues:
     """The same from the plan. The graph reads the sizes of requested keys only."""
@@ -184,10 +181,6 @@ class PlannedValues:
         if places == list(range(places[0], places[0] + len(places))):
             return self._end(places[-1]) - self._end(places[0] - 1)
         return sum([self._end(place) - self._end(place - 1) for place in places])
-
-    def of(self, key: str) -> int:
-        place = self.planned.keys.index(key)
-        return self._end(place) - self._end(place - 1)
 
     def _end(self, place: int) -> int:
         if place < 0:
