@@ -28,7 +28,6 @@ from freescale.config import DENSE_CHOICES, Config, ConfigError
 from freescale.kernels import dense_average
 from freescale.runtime import agreement, dense_parameters
 from freescale.runtime.dense_parameters import AVERAGED_BY_TABLES, AVERAGED_IN_GRAPHS
-from freescale.runtime.tables.sharded_embedding import NativeTables
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +135,7 @@ class _Owners:
 
     def __init__(self) -> None:
         self.modules = nn_modules.live_objects(nn.Module)
-        sharded = [m for m in self.modules if isinstance(m, NativeTables) or torchrec.is_sharded_module(m)]
+        sharded = [m for m in self.modules if torchrec.is_sharded_module(m)]  # our own tables have no parameters
         wrappers = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
         self._of_tables = {id(p) for m in sharded for p in m.parameters()}
         self._of_ddp = {id(p) for m in wrappers for p in nn_modules.averaged_by_ddp(m)}
