@@ -133,23 +133,6 @@ def describe_structure(x: Any) -> str:
     return f"{type(x).__name__}({inside})"
 
 
-def summarize_structure(x: Any, found: list[Any]) -> Any:
-    """A value to compare structures, faster than describe_structure. Batches with different values may still have the
-    same description. Appends the batch's `leaves` to `found`."""
-    kind, others = type(x), len(found)
-    if isinstance(x, torch.Tensor):
-        found.append(x)
-        return x.dtype, x.dim()
-    if is_kjt(x):
-        found.append(x)
-        return kind, x.keys()
-    if kind is dict:
-        summary: Any = kind, list(x), [summarize_structure(child, found) for child in x.values()]
-    else:
-        summary = kind, [(name, summarize_structure(child, found)) for name, child in children(x)]
-    return summary if len(found) > others else None
-
-
 def to_device(x: Any, device: torch.device) -> Any:
     """The batch on `device`, copied asynchronously from pinned memory. On the CPU, the batch itself."""
 

@@ -152,8 +152,7 @@ class BatchPlanning:
         self._batches: Iterator[Any] | None = None
         self._status = _OK  # of that batch on this rank
         self._error: BaseException | None = None
-        self._structure: Any = None  # of the last batch, fast to compare
-        self._structure_in_words: str | None = None  # of every batch
+        self._structure: str | None = None  # of every batch
         self._previous: PlannedBatch | None = None  # its gradients are not planned yet
         self._features = list(dict.fromkeys(f for x in exchanges for f in x.features))
         self._device = exchanges[0].anchor.device
@@ -323,10 +322,7 @@ class BatchPlanning:
         return RuntimeError(f"freescale: rank {rank} failed while it loaded batch {self.number}: {errors[rank]}")
 
     def _require_same_structure(self, batch: Any) -> None:
-        structure = batch_structure.summarize_structure(batch, [])
-        if structure == self._structure:
-            return
-        in_words, before = batch_structure.describe_structure(batch), self._structure_in_words
-        if before is not None and in_words != before:
-            raise ValueError(f"freescale: batch {self.number} is {in_words}; the batches before it were {before}")
-        self._structure, self._structure_in_words = structure, in_words
+        structure, before = batch_structure.describe_structure(batch), self._structure
+        if before is not None and structure != before:
+            raise ValueError(f"freescale: batch {self.number} is {structure}; the batches before it were {before}")
+        self._structure = structure
