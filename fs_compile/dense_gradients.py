@@ -31,7 +31,7 @@ from freescale.runtime.dense_parameters import AVERAGED_BY_TABLES, AVERAGED_IN_G
 
 log = logging.getLogger(__name__)
 
-_warned: set[str] = set()
+_warn_once = cache(log.warning)
 _MOMENT = 5.0  # seconds
 
 
@@ -164,9 +164,7 @@ def _say_that_ddp_averages(theirs: list[ParameterInput], cfg: Config) -> None:
     )
     if cfg.strict:
         raise ConfigError(message)
-    if message not in _warned:
-        _warned.add(message)
-        log.warning(message)
+    _warn_once(message)
 
 
 @cache

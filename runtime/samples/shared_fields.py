@@ -15,6 +15,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from freescale.runtime.samples.split_batch import SplitBatch
 log = logging.getLogger(__name__)
 
 ENOUGH = 3
-_said: set[str] = set()
+_warn_once = cache(log.warning)
 
 
 class SharedFields:
@@ -87,10 +88,8 @@ class SharedFields:
             (shared, "does not split these fields by sample, because all ranks have the same values: %s; override with "
                      "BalanceOptions(per_sample=[...])"),
         ):  # fmt: skip
-            message = f"freescale: balance {what}" % ", ".join(map(repr, names))
-            if names and message not in _said:
-                _said.add(message)
-                log.warning(message)
+            if names:
+                _warn_once(f"freescale: balance {what}", ", ".join(map(repr, names)))
 
 
 def _rows_are_alike(c: Column) -> bool:

@@ -63,7 +63,7 @@ def test_rows_that_are_alike(rows):
 
 
 def test_it_is_said_once(caplog):
-    shared_fields._said.clear()
+    shared_fields._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="freescale"):
         for _ in range(2):
             fields = [SharedFields([], says=True) for _ in range(2)]
