@@ -129,7 +129,7 @@ class Exchange:
         if self.freescale_plan is None:
             inverse, order, ends, recv, rows, send, own_rows, own_order, own_ends = _ops.plan_now(
                 ids, self.row_offsets, self.table_sizes, self.bounds, self.shifts, self.starts,
-                self.name, self.group_name, *(() if of_kjt.fault is None else (of_kjt.fault,))
+                self.name, self.group_name, of_kjt.fault
             )  # fmt: skip
             return ExchangedRows.apply(
                 self.anchor, None, self.anchor.detach(), None, Positions(inverse, order, ends, *bags),
@@ -144,8 +144,7 @@ class Exchange:
         if p.used:
             _refuse_second_lookup(self.name)
         p.used = True
-        of_lengths = () if of_kjt.lengths is None and of_kjt.fault is None else of_kjt
-        token = _ops.expect_ids(self.anchor.detach(), ids, p.ids, p.step, self.name, *of_lengths)
+        token = _ops.expect_ids(self.anchor.detach(), ids, p.ids, p.step, self.name, *of_kjt)
         embedded = ExchangedRows.apply(
             self.anchor, p.late_slot, token, None if p.whole else _wait(p.arrived),
             Positions(p.inverse, p.order, p.ends, *bags), p.urgent, p.urgent_gradients, p.late_index,
