@@ -34,7 +34,8 @@ def begin_alike(parameters: Sequence[tuple[str, torch.Tensor]], group_name: str,
     group = distributed.group_by_name(group_name)
     with torch.no_grad(), dynamo.outside_inference_mode():
         changed = [name for name, tensor in new if _receive(tensor, group)]
-    _alike.update((tensor, None) for _, tensor in new)
+    for _, tensor in new:
+        _alike[tensor] = None
     if changed:
         log.info(
             "synchronized %d parameters (the first is %s) with rank %d, whose values differed",
