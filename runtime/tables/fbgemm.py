@@ -29,7 +29,6 @@ ADAM = ("adam", "partial_row_wise_adam")
 class FbgemmTable:
     """The rows that this rank owns in one FBGEMM module (its tables concatenated); no rows if `emb` is None."""
 
-    pooled = False  # whether its features are pooled
     _all_tables = True  # of the module
     row_dtype = torch.float32  # of sent rows and of their gradients; FBGEMM also returns float32 for any storage type
 
@@ -190,7 +189,6 @@ _BATCHES = 20  # before a warning
 class FbgemmBags(FbgemmTable):
     """The rows that this rank owns in `tables` of one FBGEMM module, concatenated; no rows if `emb` is None."""
 
-    pooled = True
     ranks_per_table = 1  # max ranks that hold rows of one table
 
     def __init__(

@@ -133,10 +133,8 @@ def _unsupported_storage(lookup: Any, names: str) -> str | None:
 def require_plannable(number: int, leaves: list[Any], exchanges: list[Exchange]) -> None:
     """Raise for a batch whose lookups TorchRec's own code runs, which cannot be planned."""
     features = {f for x in exchanges for f in x.features}
-    kjts = [x for x in leaves if batch_structure.is_kjt(x) and not features.isdisjoint(x.keys())]
-    tables = ((x.table, x.features) for x in exchanges if kjts)
-    sequences = {f for t, fs in tables if isinstance(t, fbgemm.FbgemmTable) and not t.pooled for f in fs}
-    for kjt in kjts:
+    sequences = {f for x in exchanges if x.sequences for f in x.features}
+    for kjt in (x for x in leaves if batch_structure.is_kjt(x) and not features.isdisjoint(x.keys())):
         names, weights = ", ".join(map(repr, kjt.keys())), kjt.weights_or_none()
         n_weights, n_ids = (0 if t is None else t.shape[0] for t in (weights, kjt.values()))
         if weights is not None and n_weights != n_ids:

@@ -106,4 +106,4 @@ def test_a_rank_without_rows():
     nothing = torch.empty(0, dtype=torch.int64)
     table.apply_update(nothing, torch.empty(0, 8))
     table.sum_and_update(torch.empty(0, 8), nothing, nothing, nothing)
-    assert table.weight.shape == (0, 8) and table.gather(nothing).shape == (0, 8) and table.pooled
+    assert table.weight.shape == (0, 8) and table.gather(nothing).shape == (0, 8)
