@@ -116,19 +116,21 @@ def found_again(make: Any, found: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "batch, wanted",
+    "batch, at",
     [
-        ({"item": ids(), "label": torch.ones(3), "user": ids(4)}, ["user", "item"]),
-        ({"x": [torch.ones(2), {"item": ids()}], "user": ids(5, torch.int32)}, ["item", "user"]),
-        (Record(ids(), {"user": ids(2)}), ["item", "user"]),
-        (Pair(ids(), [torch.ones(3)]), ["item"]),
-        ({"0": torch.ones(2), "rest": [ids(2), ids(7)]}, ["1"]),
+        ({"item": ids(), "label": torch.ones(3), "user": ids(4)}, {"user": lambda b: b["user"], "item": lambda b: b["item"]}),
+        (
+            {"x": [torch.ones(2), {"item": ids()}], "user": ids(5, torch.int32)},
+            {"item": lambda b: b["x"][1]["item"], "user": lambda b: b["user"]},
+        ),
+        (Record(ids(), {"user": ids(2)}), {"item": lambda b: b.item, "user": lambda b: b.more["user"]}),
+        (Pair(ids(), [torch.ones(3)]), {"item": lambda b: b.item}),
+        ({"0": torch.ones(2), "rest": [ids(2), ids(7)]}, {"1": lambda b: b["rest"][1]}),
     ],
 )
-def test_ids_of_features(batch, wanted):
-    found, counts = batch_structure.feature_ids_and_counts(batch, wanted)
-    holders = {id(x) for x in batch_structure.id_holders(batch, wanted)}
-    assert {id(found[w]) for w in wanted} == holders and list(found) != [] and counts == {}
+def test_ids_of_features(batch, at):
+    found, counts = batch_structure.feature_ids_and_counts(batch, list(at))
+    assert counts == {} and {name: id(x) for name, x in found.items()} == {name: id(get(batch)) for name, get in at.items()}
 
 
 @pytest.mark.parametrize(
