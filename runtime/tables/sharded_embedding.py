@@ -250,7 +250,8 @@ class ShardedEmbedding(NativeTables):
         self.num_embeddings = num_embeddings
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._exchange.lookup([ids], self._divide_by)
+        rows = self._exchange.lookup([ids], self._divide_by)
+        return rows.split([ids.shape[0]])[0]  # in the caller's size: planned rows have one of their own
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.optimizer!r}, lr={self.lr}"

@@ -189,10 +189,10 @@ all_to_all_rows_launch_default = freescale.all_to_all_rows_launch(expect_ids, pr
 wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_rows_launch_default)  # float32[-u1 + u7, 8]
 cat = aten.cat([wait_tensor, wait_tensor_default])  # float32[u7, 8]
 index = aten.index.Tensor(cat, [primals_11])  # float32[s84, 8]
-all_to_all_launch_default = freescale.all_to_all_launch(primals_38, primals_43, primals_44, primals_35, 1, item, 2)  # float32[u14, 8]; late gradients, chunk, 32*u14 bytes
+all_to_all_launch_default = freescale.all_to_all_launch(primals_38, primals_43, primals_44, primals_35, 1, item, 3)  # float32[u14, 8]; late gradients, chunk, 32*u14 bytes
 wait_tensor_default_1 = _c10d_functional.wait_tensor(all_to_all_launch_default)  # float32[u14, 8]
 update__default = freescale.update_(expect_ids, wait_tensor_default_1, primals_40, primals_36, primals_42, 1, item)  # float32[0, 8]
-all_to_all_rows_launch = freescale.all_to_all_rows_launch(update__default, primals_47, primals_48, primals_49, primals_45, 2, item, 2)  # float32[u18, 8]; early rows, chunk, 32*u18 bytes
+all_to_all_rows_launch = freescale.all_to_all_rows_launch(update__default, primals_47, primals_48, primals_49, primals_45, 2, item, 3)  # float32[u18, 8]; early rows, chunk, 32*u18 bytes
 return [sum_1, all_to_all_rows_launch, primals_16, primals_18, primals_24, primals_26, primals_28, primals_30, primals_31, primals_32, primals_34, primals_50, expect_ids, tanh, primals_1, primals_27, primals_15, primals_17, primals_23, primals_25, primals_29, primals_33]""")
 
     def test_planned_backward(self):
