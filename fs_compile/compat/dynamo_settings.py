@@ -113,14 +113,17 @@ def enter_while_tracing(
                 return converted(convert(self, *args, **kwargs), args[0])
             except Exception as error:
                 first = error
-            for retry in retries:
-                if (again := retry(first)) is not None:
-                    try:
-                        with again:
-                            return converted(convert(self, *args, **kwargs), args[0])
-                    except Exception as error:
-                        first.add_note(f"freescale tried again with other settings, which failed too: {error}")
-            raise failed(first)
+            try:
+                for retry in retries:
+                    if (again := retry(first)) is not None:
+                        try:
+                            with again:
+                                return converted(convert(self, *args, **kwargs), args[0])
+                        except Exception as error:
+                            first.add_note(f"freescale tried again with other settings, which failed too: {error}")
+                raise failed(first)
+            finally:
+                del first  # a cycle of error and frame would keep the user's loop open after the error
 
     call._freescale = True  # type: ignore[attr-defined]
     CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
