@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from freescale.runtime.balance.integer_problem import IntArray, Problem
+from freescale.runtime.balance.integer_problem import IntArray, Problem, bits_for_index
 from freescale.runtime.balance.swaps import OperationBudget
 
 
@@ -233,21 +233,37 @@ def fewest_moves(problem: Problem, rank: IntArray) -> IntArray:
 
 def _bring_equals_home(problem: Problem, rank: IntArray) -> IntArray:
     """Among moved samples of equal cost and memory, send those home for which there is a place there."""
-    away = np.flatnonzero(rank != problem.home)
-    kind = np.unique(problem.costs[away], return_inverse=True)[1]
+    away, bits = np.flatnonzero(rank != problem.home), bits_for_index(len(rank), problem.ranks)
+    if 3 * bits + 1 > 63:  # a million samples: keys would not fit into 64 bits
+        return rank
+    number, side = np.arange(len(away)), 1 << bits
+    kind = _dense_ids((problem.costs[away] << problem.index_bits) | number, problem.index_bits)
     if problem.memory is not None:
-        kind = kind * len(away) + np.unique(problem.memory[away], return_inverse=True)[1]
-    # Kind and home of each sample, kind and rank of each place, both in ascending order.
-    home, place = kind * problem.ranks + problem.home[away], kind * problem.ranks + rank[away]
-    by_home, by_place = np.argsort(home, kind="stable"), np.argsort(place, kind="stable")
-    home, place = home[by_home], place[by_place]
-    places_at_home = np.searchsorted(place, home, side="right") - np.searchsorted(place, home)
-    samples_from_here = np.searchsorted(home, place, side="right") - np.searchsorted(home, place)
-    goes_home = np.arange(len(away)) - np.searchsorted(home, home) < places_at_home
-    is_taken = np.arange(len(away)) - np.searchsorted(place, place) < samples_from_here
-    new, sample = rank.copy(), away[by_home]
-    new[sample[goes_home]] = problem.home[sample[goes_home]]
-    new[sample[~goes_home]] = rank[away[by_place[~is_taken]]]  # of the same kinds, and equally many of each
+        other = np.unique(problem.memory[away], return_inverse=True)[1]
+        kind = _dense_ids((((kind << bits) | other) << bits) | number, bits)
+    # Sorted by kind and rank: first the samples whose home it is, then the places taken there.
+    wanted = (((kind << bits) | problem.home[away]) << (bits + 1)) | number
+    offered = (((kind << bits) | rank[away]) << (bits + 1)) | side | number
+    keys = np.sort(np.concatenate((wanted, offered)))
+    place, sample = (keys & side).astype(bool), keys & (side - 1)
+    start = np.flatnonzero(np.concatenate(([True], np.diff(keys >> (bits + 1)) != 0)))
+    places = np.add.reduceat(place.astype(np.int64), start) if len(keys) else start
+    lengths = np.diff(start, append=len(keys))
+    samples = lengths - places
+    nth = np.arange(len(keys)) - np.repeat(start, lengths) - place * np.repeat(samples, lengths)
+    matched = nth < np.repeat(np.minimum(places, samples), lengths)
+    new = rank.copy()
+    goes_home = away[sample[matched & ~place]]
+    new[goes_home] = problem.home[goes_home]
+    new[away[sample[~matched & ~place]]] = rank[away[sample[~matched & place]]]  # sorted by kind, equal counts per kind
+    return new
+
+
+def _dense_ids(keys: IntArray, bits: int) -> IntArray:
+    """0, 1, ... for distinct `keys >> bits` in ascending order; result i is for the key whose lower bits are i."""
+    ordered = np.sort(keys)
+    new = np.empty(len(keys), np.int64)
+    new[ordered & ((1 << bits) - 1)] = np.cumsum(np.diff(ordered >> bits, prepend=ordered[:1] >> bits) != 0)
     return new
 
 
