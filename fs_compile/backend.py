@@ -37,9 +37,7 @@ def freescale(
     """Compile one Dynamo graph."""
     try:
         if mode not in (None, "default"):
-            raise config.ConfigError(
-                f"backend freescale takes options={{...}} but no mode, found mode={mode!r}"
-            )
+            raise config.ConfigError(f"backend freescale takes options={{...}} but no mode, found mode={mode!r}")
         cfg = config.load(options)
         if cfg.dynamic != _process.dynamic:
             raise config.ConfigError("dynamic applies to the whole process: set FREESCALE_DYNAMIC instead of an option")

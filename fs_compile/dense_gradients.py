@@ -201,11 +201,10 @@ _watched = WeakTensorKeyDictionary()
 
 
 def _parameters_beside(marked: list[ParameterInput], modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """The other trainable parameters of all modules that contain a marked one."""
+    """The other trainable parameters of all modules that contain a marked one. Other modules of the process are not
+    asked: their `named_parameters` may be anything."""
     ids = {id(p.tensor) for p in marked}
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for module in modules:
-        named = list(module.named_parameters())
-        if any(id(p) in ids for _, p in named):
-            found.update({id(p): (n, p) for n, p in named if p.requires_grad and id(p) not in ids})
-    return list(found.values())
+    inside = {id(m) for m in modules if any(id(p) in ids for p in m._parameters.values())}
+    around = [m for m in modules if any(id(part) in inside for part in nn.Module.modules(m))]
+    found = {id(p): (n, p) for m in around for n, p in m.named_parameters() if p.requires_grad}
+    return [(n, p) for i, (n, p) in found.items() if i not in ids]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import trec
+from freescale import dense_gradients
 from freescale.compat.version import torch_version
 from listening import listen
 from ranks import HAS_TORCHREC, run_ranks
@@ -485,3 +487,14 @@ def checked() -> Outcomes:
 @pytest.fixture(scope="module")
 def thoroughly_checked() -> Outcomes:
     return run_together({**THOROUGH, **(WITH_TORCHREC if HAS_TORCHREC else {})}, 2, timeout=500)
+
+
+def test_modules_without_an_averaged_parameter_are_not_asked():
+    class Other(nn.Module):
+        def named_parameters(self, *args, **kwargs):
+            raise AssertionError("another model of the process is asked")
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    marked: Any = [SimpleNamespace(tensor=model[0].weight)]
+    beside = dense_gradients._parameters_beside(marked, [Other(), model, *model])
+    assert {id(p) for _, p in beside} == {id(p) for p in (model[0].bias, *model[1].parameters())}
