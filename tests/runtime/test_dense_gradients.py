@@ -156,13 +156,12 @@ def _torchrec_with_ddp(layout: str, codegen: str) -> tuple[list[float], State]:
 
 
 def _torchrec(layout: str, dense: bool, codegen: str, look_ahead: bool) -> tuple[list[float], State, dict[str, Any]]:
-    from torch._dynamo.utils import counters
-
     import freescale
     from freescale import backend, driver
+    from freescale.compat import dynamo_settings
 
     backend.COMPILED.clear()
-    counters.clear()
+    dynamo_settings.GRAPH_BREAKS.clear()
     driver.REPORT.dense_buckets = 0
     torch._dynamo.reset()
     model = trec.build(layout, "rowwise_adagrad", ddp=not dense)
