@@ -32,7 +32,6 @@ from contention_beside import (
     SHARED,
     Beside,
     array,
-    call,
     compare,
     cupy,
     kernel,
@@ -73,14 +72,14 @@ class ZeroSm:
         a, b, word = self.data.data_ptr(), self.other.data_ptr(), self.words.data_ptr()
         host_word, write, wait_for = self.host_word.data_ptr(), "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"
         return {
-            "staged: copy out, device to slot": lambda: call(d, "cuMemcpyDtoHAsync_v2", self.slot, a, self.piece, s),
-            "staged: copy in, slot to device": lambda: call(d, "cuMemcpyHtoDAsync_v2", b, self.slot, self.piece, s),
-            "staged: signal, word of host memory": lambda: call(d, write, s, host_word, 7, 0),
-            "staged: stream wait, word of host memory": lambda: call(d, wait_for, s, host_word, 7, 0),
+            "staged: copy out, device to slot": lambda: d.call("cuMemcpyDtoHAsync_v2", self.slot, a, self.piece, s),
+            "staged: copy in, slot to device": lambda: d.call("cuMemcpyHtoDAsync_v2", b, self.slot, self.piece, s),
+            "staged: signal, word of host memory": lambda: d.call(write, s, host_word, 7, 0),
+            "staged: stream wait, word of host memory": lambda: d.call(wait_for, s, host_word, 7, 0),
             "staged: event between two streams": lambda: d.wait_for_event(self.stream, d.record_event(of_transport)),
             "staged: a whole all-to-all of 64 MiB": self.exchange,
-            "signal, word of device memory": lambda: call(d, write, s, word, 7, 0),
-            "stream wait, word of device memory": lambda: call(d, wait_for, s, word, 7, 0),
+            "signal, word of device memory": lambda: d.call(write, s, word, 7, 0),
+            "stream wait, word of device memory": lambda: d.call(wait_for, s, word, 7, 0),
             "any kernel (an addition)": lambda: torch.add(self.words, 1, out=self.words),
         }
 
@@ -103,7 +102,7 @@ class ZeroSm:
                     return (time.perf_counter() - start) * 1e3
             return None
         finally:
-            call(self.driver, "cuStreamWriteValue32_v2", self.stopping, self.stop.data_ptr(), 1, 0)
+            self.driver.call("cuStreamWriteValue32_v2", self.stopping, self.stop.data_ptr(), 1, 0)
             torch.cuda.synchronize()
 
     def prove(self) -> dict[str, float | None]:

@@ -136,11 +136,6 @@ def pair_of_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
-def call(driver: Any, name: str, *arguments: Any) -> None:
-    """Call a function of libcuda."""
-    driver.raise_on_error(name, driver.calls[name](*arguments))
-
-
 class Beside:
     """What runs beside the computation. Starts a transfer and says how fast it was."""
 
@@ -180,8 +175,8 @@ class Beside:
         driver, ((outwards, _), (inwards, _)) = self.transport.driver, self.transport.streams[2]
         start.record(torch.cuda.ExternalStream(outwards))
         data, to, host = self.data.data_ptr(), self.to.data_ptr(), self.host.data_ptr()
-        call(driver, "cuMemcpyDtoHAsync_v2", host, data, self.nbytes, outwards)
-        call(driver, "cuMemcpyHtoDAsync_v2", to, host + self.nbytes, self.nbytes, inwards)
+        driver.call("cuMemcpyDtoHAsync_v2", host, data, self.nbytes, outwards)
+        driver.call("cuMemcpyHtoDAsync_v2", to, host + self.nbytes, self.nbytes, inwards)
         driver.wait_for_event(outwards, driver.record_event(inwards))
         end.record(torch.cuda.ExternalStream(outwards))
         return Transfer(start, end, self.nbytes)

@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 import collisions  # noqa: E402
 import netlab  # noqa: E402
 from freescale import driver  # noqa: E402
-from freescale.kernels.transports import launch_record  # noqa: E402
+from freescale.kernels.transports import c10d, launch_record  # noqa: E402
 from overlap_variants import TAIL, WARM_UP, Batches, Moment, Step, Trainee, Variant, variants  # noqa: E402
 
 OWN = "own exchange/compute 2"
@@ -139,28 +139,17 @@ def agreed(value: float) -> float:
     return box[0]
 
 
-def send_to_all(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """An all-to-all of equal parts whose receives are posted first. In gloo's own, a rank that sends before it has said
-    that it is ready to receive makes its peer wait, and the two directions take turns."""
-    world, rank = group.size(), group.rank()
-    to, fro = x.view(world, -1), out.view(world, -1)
-    peers = [(rank + i) % world for i in range(1, world)]
-    works = [dist.irecv(fro[p], p, group) for p in peers] + [dist.isend(to[p], p, group) for p in peers]
-    fro[rank].copy_(to[rank])
-    for work in works:
-        work.wait()
-
-
 def check_of_exposed(rate: float, size: int) -> dict[str, Any]:
     """What this file calls exposed, where it is known: `size` bytes go from each rank to the others together."""
     world = dist.get_world_size()
     x, group = torch.zeros(size // 4 // (world - 1) * world), dist.group.WORLD
     assert group is not None
+    equal = [x.shape[0] // world] * world
     out, steps, resent = torch.empty_like(x), [], netlab.resent_segments()
     for _ in range(7):
         dist.barrier()
         before = Moment.now()
-        send_to_all(out, x, group)
+        c10d.start_all_to_all(out, x, equal, equal, group).wait()
         steps.append(Step.between(before, Moment.now()))
     each = [s.exposed_ms for s in steps]
     return {

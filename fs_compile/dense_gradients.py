@@ -201,10 +201,13 @@ _watched = WeakTensorKeyDictionary()
 
 
 def _parameters_beside(marked: list[ParameterInput], modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """The other trainable parameters of all modules that contain a marked one. Other modules of the process are not
-    asked: their `named_parameters` may be anything."""
+    """The other trainable parameters of all modules that contain a marked one. Calls no method of other modules of the
+    process, which may override it."""
     ids = {id(p.tensor) for p in marked}
-    inside = {id(m) for m in modules if any(id(p) in ids for p in m._parameters.values())}
-    around = [m for m in modules if any(id(part) in inside for part in nn.Module.modules(m))]
-    found = {id(p): (n, p) for m in around for n, p in m.named_parameters() if p.requires_grad}
+    around: set[int] = set()
+    more = {id(m) for m in modules if any(id(p) in ids for p in m._parameters.values())}
+    while more:
+        around |= more
+        more = {id(m) for m in modules if any(id(part) in more for part in m._modules.values())} - around
+    found = {id(p): (n, p) for m in modules if id(m) in around for n, p in m.named_parameters() if p.requires_grad}
     return [(n, p) for i, (n, p) in found.items() if i not in ids]

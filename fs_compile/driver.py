@@ -55,7 +55,7 @@ class Report:
 
 REPORT = Report()
 _observers: list[Observer] = []
-_warned: set[str] = set()
+_warn_once = cache(log.warning)
 
 
 def observe(observer: Observer) -> Callable[[], None]:
@@ -210,9 +210,7 @@ def _add_to_report(record: GraphRecord) -> None:
     REPORT.dense_buckets += record.sites.get("bucket_gradients", 0)
     REPORT.refused += record.refused
     for message in record.refused:
-        if message not in _warned:
-            _warned.add(message)
-            log.warning(message)
+        _warn_once(message)
 
 
 def _insert_agreement(direction: str, graph: fx.Graph, launched: list[fx.Node], timeout: float) -> None:

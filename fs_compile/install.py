@@ -78,18 +78,17 @@ def install(backend: Callable[..., Any]) -> config.Config:
 def _tell(found: dynamo_settings.GraphBreak) -> None:
     if found.is_of_ddp() or "torch.compiler.disable" in found.reason:  # asked for, by the user or by freescale
         return
-    if dist.is_initialized() and dist.get_rank() != 0:  # all ranks run the same program
-        return
+    level = logging.INFO if dist.is_initialized() and dist.get_rank() else logging.WARNING
     says = f"torch says: {found.reason.strip().splitlines()[0]}"
     if found.is_skipped:
-        log.warning("freescale: torch does not compile %s (%s) and runs it as it is. %s", found.code, found.where, says)
+        message = "freescale: torch does not compile %s (%s) and runs it as it is. %s"
+        log.log(level, message, found.code, found.where, says)
         return
     if found.is_at_read():
         says = "torch cannot compile in one graph what depends on the size that is read there"
-    log.warning(
-        "freescale: the graph breaks at %s, `%s`, so exchanges and compute before and after that do not overlap. %s",
-        found.where or "an unknown line", found.code, says,
-    )  # fmt: skip
+    where = found.where or "an unknown line"
+    message = "freescale: the graph breaks at %s, `%s`, so exchanges do not overlap with compute beyond that line. %s"
+    log.log(level, message, where, found.code, says)
 
 
 def _with_sizes(error: Exception) -> AbstractContextManager[None] | None:

@@ -74,11 +74,11 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def add_call(graph: fx.Graph, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call, which takes the place of `origin`."""
-    return describe(graph.call_function(target, args, kwargs), origin)
+    """Insert a call with a fake value and the provenance of `origin`."""
+    return annotate(graph.call_function(target, args, kwargs), origin)
 
 
-def describe(node: fx.Node, origin: fx.Node) -> fx.Node:
+def annotate(node: fx.Node, origin: fx.Node) -> fx.Node:
     """Give a new node its fake value, and the provenance of `origin`."""
     node.meta.update({k: origin.meta[k] for k in _ORIGIN_KEYS if k in origin.meta})
     node.meta["val"] = fx_values.fake_value(node)

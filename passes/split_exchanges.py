@@ -23,7 +23,7 @@ from torch import fx
 from freescale.config import Config
 from freescale.kernels import reference
 from freescale.passes import split_by_consumer
-from freescale.passes.graph import EXCHANGE_KEY, CannotApply, GraphExchange, describe, exchanges, first_user, last_wait
+from freescale.passes.graph import EXCHANGE_KEY, CannotApply, GraphExchange, annotate, exchanges, first_user, last_wait
 
 REFERENCES: dict[Any, Callable[..., Any]] = {
     torch.ops.freescale.exchange_forward.default: reference.exchange_forward,
@@ -55,7 +55,7 @@ def _open(graph: fx.Graph, x: GraphExchange) -> None:
         result = REFERENCES[old.target](*(_as_proxy(a, tracer) for a in old.args), **old.kwargs)
     node = launch = before.next
     while node is not old:
-        node = describe(node, old).next
+        node = annotate(node, old).next
     old.replace_all_uses_with(result.node)
     graph.erase_node(old)
     wait = last_wait(launch)

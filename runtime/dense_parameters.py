@@ -19,7 +19,7 @@ from freescale.runtime import agreement
 log = logging.getLogger(__name__)
 
 # Weak sets of tensors, by identity:
-AVERAGED_BY_TABLES: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()  # replicated tables: in their lookup
+AVERAGED_BY_TABLES: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()  # by the lookup of replicated tables
 AVERAGED_IN_GRAPHS: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()
 _alike: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()  # broadcast from rank 0
 
@@ -33,7 +33,10 @@ def begin_alike(parameters: Sequence[tuple[str, torch.Tensor]], group_name: str,
     agreement.agree({"dense parameters": texts}, timeout, group_name)
     group = distributed.group_by_name(group_name)
     with torch.no_grad(), dynamo.outside_inference_mode():
-        changed = [name for name, tensor in new if _receive(tensor, group)]
+        own = [t.detach().contiguous().reshape(-1).view(torch.uint8) for _, t in new]
+        theirs = [t.clone() for t in own]
+        distributed.broadcast(theirs, group)
+        changed = [name for (name, t), a, b in zip(new, own, theirs, strict=True) if _take(t, a, b)]
     for _, tensor in new:
         _alike[tensor] = None
     if changed:
@@ -43,11 +46,8 @@ def begin_alike(parameters: Sequence[tuple[str, torch.Tensor]], group_name: str,
         )  # fmt: skip
 
 
-def _receive(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Copy the first rank's values into the tensor. Return whether they differed."""
-    own = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    theirs = own.clone()
-    dist.broadcast(theirs, dist.get_global_rank(group, 0), group=group)
+def _take(tensor: torch.Tensor, own: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Copy the first rank's bytes into the tensor. Return whether they differ from its own."""
     if torch.equal(own, theirs):
         return False
     # Not through .data: autograd must see the change of a tensor that is already in use.

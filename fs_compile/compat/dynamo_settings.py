@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -24,6 +26,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 PLANNED = "freescale_plan"  # in Dynamo's names of a plan's tensors
 _SLOTS = ".slots["  # in names of tensors with the batch's own sizes, which user code computes with (step_plan.py)
+
+log = logging.getLogger(__name__)
 
 _UNBACKED = re.compile(r"\bu\d+\b|unbacked")  # in a torch error
 _ASSUMPTION = re.compile(r"(Runtime assertion failed for expression )?(Eq|Ne)\(")  # the beginning of one
@@ -120,7 +124,7 @@ def enter_while_tracing(
                             with again:
                                 return converted(convert(self, *args, **kwargs), args[0])
                         except Exception as error:
-                            first.add_note(f"freescale tried again with other settings, which failed too: {error}")
+                            log.info("freescale traced again with other settings, which failed too: %s", error)
                 raise failed(first)
             finally:
                 del first  # a cycle of error and frame would keep the user's loop open after the error
@@ -266,14 +270,14 @@ def line_of(error: BaseException) -> str:
 
 def places_of_sizes(gm: fx.GraphModule) -> dict[str, str]:
     """For each symbol of a size or number that a Dynamo graph reads from a tensor, the user's line as "file:line
-    (code)". Symbols of freescale's own ops are omitted."""
+    (code)": the innermost outside freescale, where a lookup reads it."""
     found = {}
+    ours = {getattr(m, "__file__", None) for name, m in list(sys.modules.items()) if name.split(".")[0] == "freescale"}
     for node in gm.graph.nodes:
-        frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-        if frames and "freescale" not in str(node.target):
-            file, line, code = frames[-1]
-            for symbol in node.meta.get("unbacked_bindings") or ():
-                found[str(symbol)] = f"{file}:{line} ({code})"
+        symbols = node.meta.get("unbacked_bindings") or ()
+        frames = _FRAME.findall(node.meta.get("stack_trace") or "") if symbols else ()
+        for file, line, code in [frame for frame in frames if frame[0] not in ours][-1:]:
+            found.update(dict.fromkeys(map(str, symbols), f"{file}:{line} ({code})"))
     return found
 
 
@@ -284,10 +288,11 @@ def explain_assumption(error: BaseException, places: dict[str, str]) -> str:
     lines = list(dict.fromkeys(places[symbol] for symbol in _UNBACKED.findall(words) if symbol in places))
     if not lines or not _ASSUMPTION.match(words):
         return ""
+    assumed = words.partition("for expression ")[2].partition(" on node ")[0]
     return (
-        f"freescale: torch compiled one graph by assuming {words.partition('for expression ')[2] or words}, which does "
-        f"not hold for this batch; these are sizes read at {' and '.join(lines)}. If they may differ, call "
-        "torch._dynamo.graph_break() before the line that uses them"
+        f"freescale: torch compiled one graph by assuming {assumed or words}, which does not hold for this batch; "
+        f"these are sizes read at {' and '.join(lines)}. If they may differ, call torch._dynamo.graph_break() before "
+        "the line that uses them"
     )
 
 

@@ -62,7 +62,7 @@ TORCH: Names = {
     "torch._subclasses:FakeTensorMode": "cache_enabled from_tensor",
     "torch.autograd:Variable._execution_engine": "queue_callback",
     "torch.autograd:profiler": "_is_profiler_enabled",
-    "torch.distributed": "default_pg_timeout",
+    "torch.distributed": "_broadcast_coalesced default_pg_timeout",
     "torch.distributed:PrefixStore": "underlying_store",
     "torch.distributed:ProcessGroup": "_allgather_base _device_types _get_backend alltoall_base recv",
     "torch.distributed:TCPStore": "host",

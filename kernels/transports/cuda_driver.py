@@ -84,11 +84,11 @@ class CudaDriver:
         with torch.cuda.device(self._index):
             torch.cuda.current_stream().query()  # makes torch's context current in this thread
             context = ctypes.c_void_p()
-            self._call("cuCtxGetCurrent", ctypes.byref(context))
+            self.call("cuCtxGetCurrent", ctypes.byref(context))
         assert context.value is not None
         return context.value
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
         self.raise_on_error(name, self.calls[name](*arguments))
 
     def raise_on_error(self, name: str, code: int) -> None:
@@ -101,11 +101,11 @@ class CudaDriver:
     def _enter_context(self) -> bool:
         """Make the device's context current. Returns whether another device's was, for `_leave_context` to restore."""
         context = ctypes.c_void_p()
-        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        self.call("cuCtxGetCurrent", ctypes.byref(context))
         if context.value is None:
-            self._call("cuCtxSetCurrent", self.context)
+            self.call("cuCtxSetCurrent", self.context)
         elif context.value != self.context:
-            self._call("cuCtxPushCurrent_v2", self.context)
+            self.call("cuCtxPushCurrent_v2", self.context)
             return True
         return False
 
@@ -122,10 +122,10 @@ class CudaDriver:
                 return
         pushed = self._enter_context()
         try:
-            self._call(name, *arguments)
+            self.call(name, *arguments)
         finally:
             if pushed:
-                self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+                self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     # ---- set-up ----------------------------------------------------------------------------------------
 
@@ -135,22 +135,22 @@ class CudaDriver:
     def pin(self, address: int, nbytes: int) -> int:
         """Register host memory with the driver; return its device address."""
         torch.cuda.current_stream(self.device).query()  # creates a context for this thread
-        self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE_AND_MAPPED)
+        self.call("cuMemHostRegister_v2", address, nbytes, _PORTABLE_AND_MAPPED)
         mapped = ctypes.c_uint64()
-        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(mapped), address, 0)
+        self.call("cuMemHostGetDevicePointer_v2", ctypes.byref(mapped), address, 0)
         return mapped.value
 
     def unpin(self, address: int) -> None:
-        self._call("cuMemHostUnregister", address)
+        self.call("cuMemHostUnregister", address)
 
     def new_stream(self, priority: int) -> int:
         handle = ctypes.c_void_p()
-        self._call("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
+        self.call("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
         assert handle.value is not None
         return handle.value
 
     def destroy_stream(self, stream: int) -> None:
-        self._call("cuStreamDestroy_v2", stream)
+        self.call("cuStreamDestroy_v2", stream)
 
     def new_event(self, timing: bool = False) -> DriverEvent:
         """Return a free event if there is one, else create one."""
@@ -197,7 +197,7 @@ class CudaDriver:
     def seconds_between(self, began: DriverEvent, ended: DriverEvent) -> float:
         """Seconds between two timing events that the device has reached."""
         milliseconds = ctypes.c_float()
-        self._call("cuEventElapsedTime", ctypes.byref(milliseconds), began.handle, ended.handle)
+        self.call("cuEventElapsedTime", ctypes.byref(milliseconds), began.handle, ended.handle)
         return milliseconds.value / 1e3
 
 

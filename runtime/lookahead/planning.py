@@ -313,9 +313,8 @@ class BatchPlanning:
 
     def _failure(self, statuses: list[int]) -> BaseException:
         """The failed rank raises its own error; the others name that rank, the batch and the error."""
-        errors: list[Any] = [None] * len(statuses)
         own = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
-        dist.all_gather_object(errors, own, self.group)
+        errors = distributed.gather_objects(own, self.group)
         rank = statuses.index(_FAILED)
         if self._error is not None:
             return self._error

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from freescale.compat import distributed
 from freescale.runtime import batch_structure, meter
 from freescale.runtime.balance import solver
 from freescale.runtime.balance.integer_problem import BalanceError
@@ -219,8 +220,7 @@ class BatchBalancer:
     def _check_same(self, digests: Sequence[int], text: str) -> None:
         if len(set(digests)) == 1:
             return
-        texts: list[Any] = [None] * len(digests)
-        dist.all_gather_object(texts, text, self.group)
+        texts = distributed.gather_objects(text, self.group)
         rank = next(i for i, d in enumerate(digests) if d != digests[0])
         first, other = texts[0].split("; "), texts[rank].split("; ")
         differences = [(a, b) for a, b in zip(first, other, strict=False) if a != b] or [(texts[0], texts[rank])]
@@ -347,8 +347,7 @@ def loss_difference(loss_of: Callable[[Any], Any], batch: Any, shared: Sequence[
 
 def _loss_difference(loss_of: Callable[[Any], Any], batch: Any, shared: Sequence[str], group: Any) -> float:
     split, world, me = split_batch.split(batch, shared), group.size(), group.rank()
-    samples = [split.samples] * world
-    dist.all_gather_object(samples, split.samples, group)
+    samples = distributed.gather_objects(split.samples, group)
     if len(set(samples)) != 1:
         raise BalanceError(f"freescale: loss_difference needs equally many samples on all ranks; found {samples}")
     position = np.arange(split.samples)

@@ -215,8 +215,7 @@ def _raise_on_every_rank(
     headers: list[list[int]], text: str, error: Exception | None, group: dist.ProcessGroup
 ) -> None:
     """Raise this rank's own error, or that of another rank."""
-    texts: list[Any] = [None] * len(headers)
-    dist.all_gather_object(texts, text, group)
+    texts = distributed.gather_objects(text, group)
     if error is not None:
         raise error
     failed = next((rank for rank, (splits, *_) in enumerate(headers) if not splits), None)

@@ -158,8 +158,8 @@ def plan_rows(
     number: int, arrays: Sequence[torch.Tensor], value_counts: ValueCounts, counts: ExchangeCounts, urgent_entries: int,
     anchor: torch.Tensor, whole: bool = False,
 ) -> StepPlan:  # fmt: skip
-    """The forward half. `arrays`: as batch_plan.ROWS_ARRAYS. `anchor`: of the table's dtype and device. `whole`: no row
-    is early, and the graph does not use the tensors of early rows."""
+    """The forward half. `arrays`: as native_plan.ROWS_ARRAYS. `anchor`: of the table's dtype and device. `whole`: no
+    row is early, and the graph does not use the tensors of early rows."""
     ids, inverse, order, ends, early_rows, urgent_rows = arrays
     n_urgent = sum(counts.urgent_recv.tolist())
     n_early = ends.shape[0] - n_urgent  # not from other_recv, which is zero if no rank sends early rows
@@ -191,7 +191,7 @@ def plan_rows(
 
 
 def plan_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: ExchangeCounts) -> None:
-    """The backward half. `arrays`: as batch_plan.GRADIENT_ARRAYS; for a self-contained plan, the first of them, since
+    """The backward half. `arrays`: as native_plan.GRADIENT_ARRAYS; for a self-contained plan, the first of them, since
     no gradients are late."""
     keys, rows, order, ends, *late = arrays
     for c in counts:
@@ -214,7 +214,7 @@ def plan_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: Exchange
     p.stats["bytes_late"] = n * row_bytes
 
 
-ARRAYS_OF_ALL_GRADIENTS = 4  # the first of batch_plan.GRADIENT_ARRAYS
+ARRAYS_OF_ALL_GRADIENTS = 4  # the first of native_plan.GRADIENT_ARRAYS
 
 
 def plan_without_rows(p: StepPlan) -> StepPlan:

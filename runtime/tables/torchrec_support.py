@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _SHARDINGS = ("row_wise", "table_wise", "column_wise", "data_parallel")
 _POOLED_SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
-_warnings: list[str] = []  # already logged in this process
+_warn_once = cache(log.warning)
 _left_in: dict[CodeType, None] = {}  # code compiled up to the call of a module that is left to TorchRec
 _strict_errors: list[tuple[weakref.ref[Any], str]] = []  # module and error, raised while tracing with `strict`
 
@@ -44,9 +45,7 @@ def report_unsupported(module: Any, reason: str) -> None:
     module.__dict__["_freescale_left_to_torchrec"] = True
     name = torchrec.qualified_name(module) or "a collection"
     message = f"freescale: TorchRec's own path is used for {name}: {reason}"
-    if message not in _warnings:
-        _warnings.append(message)
-        log.warning(message)
+    _warn_once(message)
     if load(nn_modules.options_while_tracing()).strict:
         _strict_errors.append((weakref.ref(module), message))
         raise UnsupportedTables(message)

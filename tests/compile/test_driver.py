@@ -30,7 +30,7 @@ from repo import ROOT
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
-    driver._warned.clear()
+    driver._warn_once.cache_clear()
     with fresh_cache():
         yield
     torch._dynamo.reset()

@@ -493,6 +493,8 @@ def test_modules_without_an_averaged_parameter_are_not_asked():
         def named_parameters(self, *args, **kwargs):
             raise AssertionError("another model of the process is asked")
 
+        named_modules = named_parameters
+
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     marked: Any = [SimpleNamespace(tensor=model[0].weight)]
     beside = dense_gradients._parameters_beside(marked, [Other(), model, *model])

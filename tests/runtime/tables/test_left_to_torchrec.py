@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trec
+from listening import listen
 from ranks import HAS_TORCHREC, run_ranks
 from shared_ranks import Outcomes, run_together
 
@@ -106,12 +107,13 @@ def _tensor_dict() -> tuple[list[float], list[float], list[str]]:
     from freescale.runtime.tables import torchrec_support
 
     torch._dynamo.reset()
-    torchrec_support._warnings.clear()
+    torchrec_support._warn_once.cache_clear()
+    said = listen("freescale.runtime.tables.torchrec_support")
     nested = [torch.nested.nested_tensor_from_jagged(ids, lengths=lengths) for ids, lengths in map(_ids, range(2))]
     batches = [TensorDict({"a": values}, batch_size=[3]) for values in nested]
     eager, compiled = _build(Sequences, "row_wise"), _build(Sequences, "row_wise")
     run = torch.compile(compiled, backend="freescale", options=OPTIONS)
-    return _losses(eager, batches), _losses(run, batches), list(torchrec_support._warnings)
+    return _losses(eager, batches), _losses(run, batches), said
 
 
 def test_sequences_of_a_tensor_dict_are_left_to_torchrec(checked):

@@ -75,6 +75,21 @@ class Broadcasts(Reads):
         return (self.token.expand(several, 8) * torch.ones(one, 8)).sum(0)
 
 
+class LooksUpTwo(nn.Module):
+    """torch assumes that both features have equally many values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchrec import EmbeddingCollection, EmbeddingConfig
+
+        tables = [EmbeddingConfig(num_embeddings=50, embedding_dim=8, name=f"t_{f}", feature_names=[f]) for f in ("a", "b")]
+        self.embeddings = EmbeddingCollection(device=torch.device("meta"), tables=tables)
+
+    def forward(self, features: Any) -> torch.Tensor:
+        found = self.embeddings(features)
+        return (found["a"].values() * found["b"].values()).sum()
+
+
 KINDS = {"one graph": Reads, "tile": Tiles, "tile found": TilesFound, "branch": Branches, "loop": BreaksInALoop}
 LINES = {"loop": "does not compile more (", "tile": "copies = int(counts.sum())", "tile found": "copies = counts.nonzero()", "branch": "if int(counts.sum())"}  # in a warning
 
@@ -172,3 +187,21 @@ def _assumed(options: dict[str, Any]) -> str:
 def test_an_assumption_of_torch_that_fails_names_the_lines(options):
     for said in run_ranks(_assumed, 2, options):
         assert "several, one = int(counts.max())" in said and "torch._dynamo.graph_break()" in said, said
+
+
+def _assumed_of_lookup() -> str:
+    from torchrec import KeyedJaggedTensor
+
+    torch._dynamo.reset()
+    model = trec.shard(LooksUpTwo(), {"t_a": "row_wise", "t_b": "row_wise"}, "sgd")
+    model.compile(backend="freescale", options={"codegen": "eager"})
+    with pytest.raises(RuntimeError, match="torch compiled one graph by assuming") as caught:
+        for lengths in ([2, 3, 3, 2], [2, 3, 3, 4]):
+            model(KeyedJaggedTensor(["a", "b"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths)))
+    return str(caught.value)
+
+
+def test_the_line_of_a_lookup_is_the_users():
+    for said in run_ranks(_assumed_of_lookup, 2):
+        assert "found = self.embeddings(features)" in said and "torchrec_collection.py" not in said, said
+        assert "assuming Eq(u0, u1), which" in said, said

@@ -266,9 +266,10 @@ def _weighted():
     weighted = KeyedJaggedTensor(kjt.keys(), kjt.values(), torch.rand(kjt.values().shape[0]), kjt.lengths())
     from freescale.runtime.tables import torchrec_support
 
-    torchrec_support._warnings.clear()
+    torchrec_support._warn_once.cache_clear()
+    said = listen("freescale.runtime.tables.torchrec_support")
     expected = float(model(weighted, weight))
-    return abs(float(run(weighted, weight)) - expected), list(torchrec_support._warnings)
+    return abs(float(run(weighted, weight)) - expected), said
 
 
 def test_weighted_features_are_left_to_torchrec(checked):
