@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_SIGNATURES = {  # P: pointer, n: integer, d: double, v: void; the result comes first
+_SIGNATURES = {  # P: pointer, n: integer, d: double, s: string, v: void; the result comes first
     "fs_sources": "s",
     "fs_new_mesh": "PnnPP",
     "fs_free_mesh": "vP",

@@ -136,7 +136,8 @@ static i64 group(const item *restrict sorted, int position_bits, i64 begin, i64 
 }
 
 /* Sort the values, part by part, and find the distinct ones and where each one's items end. Both outputs have room for
- * all. Returns the number of distinct values, or INVALID_ID and the first (feature, id) outside its table. */
+ * all. Returns the number of distinct values, NO_MEMORY, TOO_LARGE, or INVALID_ID and the first (feature, id) outside
+ * its table. */
 static i64 group_values(workspace *w, values_of_ids *v, u64 largest, i64 *values, i64 *ends, i64 *invalid) {
     v->bits = bits_of(largest);
     w->position_bits = bits_of((u64)v->n);
@@ -154,7 +155,7 @@ static i64 group_values(workspace *w, values_of_ids *v, u64 largest, i64 *values
     if (result) return result;
     int passes = (v->part_bits + DIGIT_BITS - 1) / DIGIT_BITS;
     begins_of(part_ends, parts);
-    fill_parts(v, w->position_bits, part_ends, items); /* makes begins the ends */
+    fill_parts(v, w->position_bits, part_ends, items); /* advances each part's begin to its end */
     w->sorted = passes % 2 ? others : items;
     for (i64 part = 0, begin = 0; part < parts; begin = part_ends[part++]) {
         i64 end = part_ends[part];

@@ -10,7 +10,7 @@
 #define INVALID_ID (-2)
 #define RANK_LEFT (-3)
 #define RANK_TOO_SLOW (-4)
-#define TOO_LARGE (-5) /* rows * ids need more than 64 bits */
+#define TOO_LARGE (-5) /* a value and its position do not fit in 64 bits */
 
 typedef int64_t i64;
 typedef uint64_t u64;

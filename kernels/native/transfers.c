@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define WORD_STRIDE 64 /* bytes */
+#define WORD_STRIDE 64 /* bytes; as in slot_rings.py */
 #define MAX_STREAMS 8 /* per priority: outbound, then inbound */
 #define COUNTS_DIFFER -1
 

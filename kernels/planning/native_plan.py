@@ -232,7 +232,10 @@ class BatchPlan:
     def _checked(self, result: int) -> int:
         require_memory(result != _NO_MEMORY)
         if result == _TOO_LARGE:
-            raise RuntimeError("freescale: a batch has too many ids for tables of this size: rows * ids exceed 2**64")
+            raise ValueError(
+                "freescale: a batch has too many ids for tables of this size: a row number and a position must fit in "
+                "64 bits together"
+            )
         if result < 0:
             if self._mesh.failure is not None:
                 raise self._mesh.failure

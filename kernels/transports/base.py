@@ -125,7 +125,7 @@ class CopyTransport(ABC):
         self, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, n_recv: int, priority: int
     ) -> tuple[torch.Tensor, TransportWork]:
         """launch(), for a caller that registers a Work of its own."""
-        # as the C code reads them; usually they are
+        # The C code reads contiguous int64 on the host; usually a no-op.
         send_counts, recv_counts = (c.to("cpu", torch.int64).contiguous() for c in (send_counts, recv_counts))
         lengths = send_counts.shape[0], recv_counts.shape[0]
         if lengths != (self.world, self.world):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ import torch
 
 from freescale.kernels.transports.slot_rings import PRIORITY_LEVELS
 
-_MANY = 16  # messages before the device is polled
+_MANY = 16  # messages before the device is polled for finished ones
 
 
 @dataclass(slots=True)
@@ -36,20 +35,25 @@ class InFlight:
     def __init__(self, is_done: Callable[[Any], bool]) -> None:
         """`is_done`: whether the device has reached an event."""
         self._is_done, self._lock = is_done, threading.Lock()
-        self.messages: deque[Message] = deque()  # in launch order
+        self.messages: list[Message] = []  # in launch order
+        self._full = _MANY
 
     def add(self, message: Message) -> None:
-        """Add a message. If there are many, drop the first ones that have finished: the list stays short, few launches
-        poll the device, and the cost of a launch does not depend on the messages in flight."""
+        """Add a message. Finished ones are dropped when there are twice as many as were unfinished the last time: bulk
+        messages in flight keep no memory of later ones, and a launch polls the device twice at most, on average."""
         with self._lock:
-            while len(self.messages) > _MANY and self._is_done(self.messages[0].done):
-                self.messages.popleft()
+            if len(self.messages) >= self._full:
+                self._drop_finished()
+                self._full = max(_MANY, 2 * len(self.messages))
             self.messages.append(message)
+
+    def _drop_finished(self) -> None:
+        self.messages = [m for m in self.messages if not self._is_done(m.done)]
 
     def oldest(self) -> Message | None:
         """Drop finished messages and their memory; return the oldest unfinished one."""
         with self._lock:
-            self.messages = deque(m for m in self.messages if not self._is_done(m.done))
+            self._drop_finished()
             return self.messages[0] if self.messages else None
 
 

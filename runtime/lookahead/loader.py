@@ -247,7 +247,6 @@ class LookaheadLoader:
         self._recorder = self._balance_stats.to = recorder(self._settings.record)
         self._hooks.raise_deferred()
         loop = self._session.open(self.exchanges, self._new_planning, self._settings.timeout)
-        self._hooks.install(self.model, self._parts)
         thread, planning, defer_errors = loop.thread, loop.thread.planning, False
         self._looping, handled_before = True, id(sys.exc_info()[1])
         exception: str | None = None
@@ -259,6 +258,7 @@ class LookaheadLoader:
         stop_recording: Callable[[], None] | None = None
         atexit.register(close)  # an open loop is closed while threads can still run
         try:
+            self._hooks.install(self.model, self._parts)
             names, device = [x.name for x in self.exchanges], self.exchanges[0].anchor.device
             stop_recording = record_averages(self.model, names, device)
             while True:
@@ -313,8 +313,9 @@ class LookaheadLoader:
     def _next_batch(self, loop: Loop, planned: PlannedBatch, finished: FinishedStep | None) -> Any:
         trained = loop.used
         loop.take(planned)
-        self._loader_state = planned.loader_state
-        self._offer_state()
+        lacked_state, self._loader_state = self._lacks_state, planned.loader_state
+        if self._lacks_state != lacked_state:
+            self._offer_state()
         if (balancer := loop.thread.planning.balancer) is not None:
             self._moved = balancer.take(planned.number, finished if trained else None)
         for exchange, plan in zip(self.exchanges, planned.plans, strict=True):

@@ -12,6 +12,7 @@ import copy
 import logging
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -46,7 +47,8 @@ class PlanningConnection:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.timeout = group, distributed.timeout_of(group).total_seconds()
-        self.unfinished: threading.Thread | None = None  # of an earlier loop, whose loader was still at work at its end
+        # Of an earlier loop, whose loader was still loading at its end:
+        self.unfinished: weakref.ref[threading.Thread] | None = None
         self._mesh = rank_mesh.open_mesh(group)
 
     def new_plan(self, exchanges: list[Exchange], whole: bool = False) -> BatchPlan:
@@ -145,7 +147,8 @@ class BatchPlanning:
     ) -> None:
         self.loader, self.exchanges, self.connection, self.strict = loader, exchanges, connection, strict
         self.balancer, self.group = balancer, connection.group
-        self._plan = connection.new_plan(exchanges, whole=not overlap)
+        self._whole = not overlap
+        self._plan: BatchPlan  # made in the planning thread, whose errors reach all ranks
         self.times = RankTimes(self.group.size())
         self.number = 0  # of the batch that is being loaded or planned
         self.busy_since: float | None = None  # with work that must end within the group's timeout
@@ -163,8 +166,9 @@ class BatchPlanning:
         """Plan one more batch. Returns the previous one, whose plans are complete now (None for the first); where plans
         are whole, the batch itself. Raises EndOfPlanning on every rank at the same batch."""
         if self.number == 0:
+            self._plan = self.connection.new_plan(self.exchanges, self._whole)
             self._require_same_options()
-        planned = PlannedBatch(self.number, self._plan.whole)
+        planned = PlannedBatch(self.number, self._whole)
         self._status, self._error = _OK, None
         for_balancer = self._attempt(self._load, planned)
         if self.balancer is not None:
@@ -187,12 +191,11 @@ class BatchPlanning:
     # -- stages --------------------------------------------------------------------------------------------------
 
     def _attempt(self, stage: Callable[[PlannedBatch], Any], planned: PlannedBatch) -> Any:
-        """The result of a stage on this rank; None if it or an earlier one failed, which the next collective tells."""
+        """Run a stage, unless an earlier one failed or the loader ended. Returns None without a result; the next
+        collective reports why."""
         if self._status == _OK:
             try:
                 return stage(planned)
-            except StopIteration:
-                self._status = _ENDED
             except BaseException as error:  # noqa: BLE001  (the other ranks must know)
                 self._status, self._error = _FAILED, error
         return None
@@ -202,7 +205,11 @@ class BatchPlanning:
         began = time.perf_counter()
         if self._batches is None:
             self._batches = iter(self.loader)
-        planned.batch = next(self._batches)
+        try:
+            planned.batch = next(self._batches)
+        except StopIteration:
+            self._status = _ENDED
+            return None
         planned.loaded = began, time.perf_counter()
         if hasattr(self.loader, "state_dict"):
             try:
@@ -260,7 +267,7 @@ class BatchPlanning:
         if needed > block.room.elements:
             block.make_room(needed)
         block.fill(self._plan.plan)
-        if self._plan.whole:
+        if self._whole:
             planned.gradients = block
             return planned
         previous, self._previous = self._previous, planned
@@ -272,7 +279,7 @@ class BatchPlanning:
 
     def _require_same_options(self) -> None:
         self.busy_since = time.monotonic()
-        own = [self.balancer is not None, not self._plan.whole]
+        own = [self.balancer is not None, not self._whole]
         of_ranks = zip(*distributed.gather_ints(own, self.group), strict=True)
         self.busy_since = None
         for name, verb, values in zip(("balance", "overlap"), ("balance", "overlap steps"), of_ranks, strict=True):

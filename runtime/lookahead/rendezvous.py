@@ -88,7 +88,7 @@ class LeftRank(NamedTuple):
 
 
 class RankExits:
-    """The rank that has left one loop furthest behind, in the store: others may wait for it."""
+    """Posts in the store which rank left a loop furthest behind, because other ranks may wait for it."""
 
     def __init__(self, key: str, rank: int) -> None:
         self._key, self._rank, self._launched_before = key, rank, launch_record.launched

@@ -70,8 +70,8 @@ class Session:
     def open(
         self, exchanges: list[Exchange], new_planning: Callable[[PlanningConnection], BatchPlanning], timeout: float
     ) -> Loop:
-        """Begin a loop inside the innermost one, and its planning. Collective. `timeout`: for the user's loader, when
-        the loop ends."""
+        """Begin a loop inside the innermost one, and its planning. Collective. `timeout`: seconds that the end of the
+        loop waits for the user's loader."""
         if self._failure is not None:
             raise RuntimeError(f"freescale: {self._failure}")
         self.flush()
@@ -79,9 +79,9 @@ class Session:
         exits = RankExits(f"left/{self._background_group.group_name}/{self._opened}", dist.get_rank())
         thread = PlanningThread(new_planning(self._connection()), exits, timeout)
         loop = Loop(exchanges, self._opened, thread, exits)
+        thread.start()
         self.loops.append(loop)
         self._explain_failed_waits()
-        thread.start()
         return loop
 
     def _connection(self) -> PlanningConnection:

@@ -16,6 +16,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ class PlanningThread(threading.Thread):
         self.error: BaseException | None = None  # raised in the training thread, on every rank
         self._finished = False  # every batch is planned, or planning has failed
         self._stopped = False
-        self._unfinished, self._connection.unfinished = self._connection.unfinished, None
+        self._unfinished, self._connection.unfinished = self._connection.unfinished, None  # of an earlier loop
         # What the loader puts on the current GPU goes where the user's thread would put it.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # load and plan one more batch; False: stop
@@ -100,8 +101,8 @@ class PlanningThread(threading.Thread):
         self._orders.put(True)
 
     def stop(self, more: int, why_alone: str) -> None:
-        """End the thread. `more`: batches that other ranks have ordered beyond this one's. `why_alone`: why it ends,
-        where the other ranks do not know that it does; "" where they end, too."""
+        """End the thread. `more`: batches that other ranks have ordered beyond this one's. `why_alone`: why this
+        rank stops, if the other ranks do not know; "" if they stop too."""
         if why_alone:
             self._stopped = True  # do not wait for ranks that may not arrive
             if not self._finished:
@@ -111,7 +112,7 @@ class PlanningThread(threading.Thread):
         self._orders.put(False)
         self.join(1.0 if why_alone else self._timeout)
         if self.is_alive():
-            self._connection.unfinished = self
+            self._connection.unfinished = weakref.ref(self)
             if not why_alone:
                 words = "freescale: the loop has ended, but its loader is still loading a batch after %g s"
                 log.warning(words, self._timeout)
@@ -122,8 +123,9 @@ class PlanningThread(threading.Thread):
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
-            if self._unfinished is not None:
-                self._unfinished.join(self._connection.timeout)
+            if self._unfinished is not None and (thread := self._unfinished()) is not None:
+                thread.join(self._connection.timeout)
+                del thread  # it would keep its loader
             while not self._finished and self._next_order():
                 self._plan_batch()
         except BaseException as error:  # noqa: BLE001  (raised again in the user's loop)

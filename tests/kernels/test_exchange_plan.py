@@ -453,7 +453,7 @@ def test_rows_and_ids_that_do_not_fit_in_64_bits_together():
         if fits:
             assert plan.request(0, ids) is None
         else:
-            with pytest.raises(RuntimeError, match="freescale: a batch has too many ids for tables of this size"):
+            with pytest.raises(ValueError, match="freescale: a batch has too many ids for tables of this size"):
                 plan.request(0, ids)
 
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from freescale.kernels.transports import nixl, slot_rings, staged
 from freescale.kernels.transports.in_flight import STREAMS_PER_DIRECTION as STREAMS
+from freescale.kernels.transports.in_flight import InFlight, Message
 from freescale.runtime.tables.sharded_embedding import ShardedEmbedding
 from host_device import HostDriver
 from issue_python import transfers_in_order
@@ -125,6 +126,13 @@ def test_a_ring_stays_within_its_size():
         assert layout.free_offset(layout.lanes) <= layout.data_offset(0) and ends[-1] == layout.nbytes
     with pytest.raises(ValueError, match="staged: the slots of 64 ranks need at least"):
         slot_rings.SharedLayout.fitting(64, 1 << 20, 4 << 20)
+
+
+def test_memory_of_finished_messages_is_let_go_while_an_earlier_one_is_in_flight():
+    flying, polls = InFlight(lambda done: polls.append(done) or done), []
+    for number in range(1000):
+        flying.add(Message(number, 0, 0.0, 0, done=number != 3, tensors=()))
+    assert 3 in {m.number for m in flying.messages} and len(flying.messages) <= 17 and len(polls) <= 2000
 
 
 # ---- whole exchanges ---------------------------------------------------------------------------------------

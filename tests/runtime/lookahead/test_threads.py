@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -197,6 +199,60 @@ def _planning_fails() -> dict[str, str]:
 def test_planning_that_fails_on_one_rank_is_the_same_error_on_all():
     for told in run_ranks(_planning_fails, 3, timeout=200):
         assert told == dict.fromkeys(FAILURES, "good")
+
+
+def _loop_fails_to_begin() -> None:
+    t = Training(True)
+    own = dist.get_rank() == 1
+    words = "^no room$" if own else "^freescale: rank 1 failed while it planned batch 0: MemoryError: no room$"
+    with _fails_in(PlanningConnection, "new_plan", 1, MemoryError):
+        with pytest.raises(MemoryError if own else RuntimeError, match=words):
+            next(iter(t.loader(data(3))))
+    with mock.patch.object(type(t.loader([])._hooks), "install", side_effect=MemoryError("no hook")):
+        with pytest.raises(MemoryError, match="no hook"):
+            next(iter(t.loader(data(3))))
+    assert threads() == []
+    for batch in t.loader(data(3)):
+        t.step(batch)
+    assert len(t.losses) == 3
+
+
+def test_a_loop_that_fails_to_begin_on_one_rank_is_an_error_on_all():
+    run_ranks(_loop_fails_to_begin, 2, timeout=60)
+
+
+def _stop_iteration_in_planning() -> None:
+    with mock.patch.object(batch_planning, "packable_tensors", side_effect=StopIteration("not the end")):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            list(Training(True).loader(data(3)))
+
+
+def test_a_stop_iteration_in_planning_is_not_the_end_of_the_loader():
+    run_ranks(_stop_iteration_in_planning, 1)
+
+
+def _thread_of_an_ended_loop() -> None:
+    let_go, t = threading.Event(), Training(True)
+
+    class Slow:
+        def __iter__(self) -> Any:
+            yield from data(2)
+            let_go.wait()
+
+    slow = Slow()
+    for _ in t.loader(slow):
+        break
+    (thread,) = (found for found in threading.enumerate() if found.name == "freescale-lookahead")
+    let_go.set()
+    thread.join()
+    kept = weakref.ref(slow)
+    del thread, slow
+    gc.collect()
+    assert kept() is None
+
+
+def test_the_loader_of_an_ended_loop_is_let_go():
+    run_ranks(_thread_of_an_ended_loop, 1, env={"FREESCALE_TIMEOUT": "0.5"})
 
 
 def _planning_is_stuck() -> bool:
