@@ -47,8 +47,8 @@ def describe_exception(
 
 
 def _is_kept(tb: TracebackType) -> bool:
-    """Of an exception that somebody keeps, which an instruction raised that may run again. To one that leaves a frame,
-    nothing refers but the interpreter."""
+    """Whether something keeps the traceback's exception: then the instruction that raised it may run again. Only the
+    interpreter refers to an exception that is leaving a frame."""
     referrers = gc.get_referrers(tb)
     errors = [r for r in referrers if isinstance(r, BaseException)]
     if any(type(r) is TracebackType for r in referrers):

@@ -137,7 +137,7 @@ def _require_separable(kjt: Any) -> None:
 
 
 def _leaves_inside(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf]:
-    """Of a dict, list, tuple or dataclass."""
+    """Find the leaves inside a dict, list, tuple or dataclass."""
     children = list(batch_structure.children(x))
     if not children and not isinstance(x, Mapping):
         raise BalanceError(
