@@ -113,7 +113,7 @@ def _tensor_dict() -> tuple[list[float], list[float], list[str]]:
     batches = [TensorDict({"a": values}, batch_size=[3]) for values in nested]
     eager, compiled = _build(Sequences, "row_wise"), _build(Sequences, "row_wise")
     run = torch.compile(compiled, backend="freescale", options=OPTIONS)
-    return _losses(eager, batches), _losses(run, batches), said
+    return _losses(eager, batches), _losses(run, batches), list(said)
 
 
 def test_sequences_of_a_tensor_dict_are_left_to_torchrec(checked):

@@ -269,7 +269,7 @@ def _weighted():
     torchrec_support._warn_once.cache_clear()
     said = listen("freescale.runtime.tables.torchrec_support")
     expected = float(model(weighted, weight))
-    return abs(float(run(weighted, weight)) - expected), said
+    return abs(float(run(weighted, weight)) - expected), list(said)
 
 
 def test_weighted_features_are_left_to_torchrec(checked):
