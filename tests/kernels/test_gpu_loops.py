@@ -11,19 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import on_gpu
 import trec
-from ranks import HAS_TORCHREC, run_ranks
+from ranks import run_ranks
 
-
-def _fbgemm_has_cuda() -> bool:
-    if not (HAS_TORCHREC and torch.cuda.is_available()):
-        return False
-    import fbgemm_gpu
-
-    return getattr(fbgemm_gpu, "__variant__", "cuda") != "cpu"
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _fbgemm_has_cuda(), reason="no FBGEMM for CUDA")]
+pytestmark = on_gpu.MARKS
 # TorchRec places the shards of rank r on GPU r % LOCAL_WORLD_SIZE.
 ON_ONE_GPU = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 

@@ -104,7 +104,7 @@ def train(model: Any, run: Any, batches: Any, first: int = 0) -> list[float]:
             group["lr"] = 0.1 / (1 + step % 7)
         model.fused_optimizer.zero_grad()  # copies the learning rate to FBGEMM
         optimizer.zero_grad()
-        loss = run(batch)
+        loss = run(trec.on(dense[0].device, *batch))
         loss.backward()
         for p in dense:
             dist.all_reduce(p.grad)

@@ -66,10 +66,12 @@ class Model(nn.Module):
         return ((self.out(hidden) * values.sum(1, keepdim=True)).sum() + weight.sum() * 0.0) / 16.0
 
 
-def build(layout: str, optimizer: str, ddp: bool = False, dim: int = 8, small: bool = False, **fused: Any) -> Any:
+def build(
+    layout: str, optimizer: str, ddp: bool = False, dim: int = 8, small: bool = False, device: str = "cpu", **fused: Any
+) -> Any:
     """A sharded model, with the same weights for every layout."""
     torch.manual_seed(0)
-    return shard(Model(dim, small), LAYOUTS[layout], optimizer, ddp, **fused)
+    return shard(Model(dim, small), LAYOUTS[layout], optimizer, ddp, device, **fused)
 
 
 def shard(
@@ -77,7 +79,7 @@ def shard(
     quantized: Any = None, **fused: Any,
 ) -> Any:  # fmt: skip
     """A model in DistributedModelParallel; `kinds`: sharding of each table; `quantized`: a QCommsConfig; `fused`: for
-    FBGEMM's optimizer."""
+    FBGEMM's optimizer. On a GPU, all ranks share the first one."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -117,17 +119,66 @@ def shard(
     }
     world = dist.get_world_size()
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    topology = Topology(world_size=world, local_world_size=per_host, compute_device=device)
+    compute_device = torch.device(device).type
+    topology = Topology(world_size=world, local_world_size=per_host, compute_device=compute_device)
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    if compute_device == "cuda":
+        _place_on_first_gpu(plan)
     return DistributedModelParallel(
-        model,
+        model.to(device),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         plan=plan,
         sharders=sharders,
         device=torch.device(device),
         init_data_parallel=ddp,
     )
+
+
+def _place_on_first_gpu(plan: Any) -> None:
+    """TorchRec places the shards of rank r on GPU r % LOCAL_WORLD_SIZE."""
+    from torch.distributed.remote_device import _remote_device
+
+    for tables in plan.plan.values():
+        for sharding in tables.values():
+            for part in sharding.sharding_spec.shards if sharding.sharding_spec is not None else ():
+                part.placement = _remote_device(f"rank:{part.placement.rank()}/cuda:0")
+
+
+def on(device: torch.device, *inputs: Any) -> tuple[Any, ...]:
+    """`inputs` on `device`; batches stay on the host until their step, as a LookaheadLoader recommends."""
+    return inputs if device.type == "cpu" else tuple(x.to(device) for x in inputs)
+
+
+def fbgemm_modules(model: Any) -> list[Any]:
+    """Those with a fused optimizer."""
+    from freescale.compat import torchrec
+
+    collections = [m for m in model.modules() if torchrec.is_sharded_collection(m)]
+    lookups = [lookup for c in collections for kind, _, lookup in torchrec.shardings(c) if kind != "data_parallel"]
+    return [emb for lookup in lookups for emb in torchrec.fbgemm_modules(lookup)]
+
+
+def set_optimizer_step(model: Any, steps: int) -> None:
+    """As in a new process whose checkpoint was written after so many steps: TorchRec's checkpoints of Adam do not hold
+    their number, so one calls set_optimizer_step."""
+    model.fused_optimizer.set_optimizer_step(steps)
+    for emb in fbgemm_modules(model):
+        emb.iter_cpu.zero_()
+
+
+def difference(found: tuple[list[float], Any], expected: tuple[list[float], Any]) -> float:
+    """The largest, of a loss or of a tensor, each relative to the largest number of its kind."""
+    assert found[1].keys() == expected[1].keys()
+    scale = max(map(abs, expected[0]))
+    worst = [abs(x - y) / scale for x, y in zip(found[0], expected[0], strict=True)]
+    worst += [float((found[1][k] - v).abs().max() / v.abs().max()) for k, v in expected[1].items() if v.numel()]
+    return max(worst)
+
+
+def same_bits(a: tuple[list[float], Any], b: tuple[list[float], Any]) -> bool:
+    """Of losses and tensors."""
+    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(torch.equal(v, b[1][k]) for k, v in a[1].items())
 
 
 def batch(
@@ -217,13 +268,14 @@ def train_on(
     """`scheduled`: the tables have another learning rate in every step, as set by a scheduler."""
     dense = [p for n, p in model.named_parameters() if not hasattr(p, "_in_backward_optimizers")]
     optimizer = torch.optim.SGD(dense, lr=lr)
+    device = dense[0].device
     losses = []
     for step, (features, weight) in enumerate(batches, first):
         for group in model.fused_optimizer.param_groups if scheduled else ():
             group["lr"] = 0.1 / (1 + step % 7)
         model.fused_optimizer.zero_grad()  # copies the learning rate to FBGEMM
         optimizer.zero_grad(set_to_none=False)
-        loss = run(features, weight)
+        loss = run(*on(device, features, weight))
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))

@@ -28,6 +28,9 @@ class Batch:
     dense: Tensor  # [samples, DIM]
     weight: Tensor  # [samples]
 
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.features.to(device), self.dense.to(device), self.weight.to(device))
+
 
 def batch(step: int, rank: int, samples: int, padded_to: int = 0) -> Batch:
     """`samples` samples, padded to `padded_to` with samples that have no ids and zero weight.
@@ -309,7 +312,7 @@ class Autocast(nn.Module):
 
     def forward(self, b: Batch) -> Tensor:
         found = self.ec(b.features)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(b.dense.device.type, dtype=torch.bfloat16):
             x, _ = self.encoder(found["history"])
             score = self.out(x[:, -1] * first_rows(found["target"]))
         return (F.softplus(score.float()).squeeze(1) * b.weight).sum()

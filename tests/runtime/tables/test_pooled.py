@@ -47,15 +47,6 @@ def _trained(ahead: bool, steps: int = STEPS, **loader: Any) -> tuple[list[float
     return losses, {**trec.snapshot(model), **trec.optimizer_state(model)}
 
 
-def _difference(a: tuple[list[float], Any], b: tuple[list[float], Any]) -> float:
-    """The largest, of a loss or of a tensor, each relative to the largest number of its kind."""
-    assert a[1].keys() == b[1].keys()
-    scale = max(map(abs, b[0]))
-    worst = [abs(x - y) / scale for x, y in zip(a[0], b[0], strict=True)]
-    worst += [float((a[1][k] - v).abs().max() / v.abs().max()) for k, v in b[1].items() if v.numel()]
-    return max(worst)
-
-
 def _against_eager() -> tuple[float, bool, Counter]:
     """Largest difference to eager TorchRec; whether look-ahead keeps every bit; graphs."""
     from freescale.driver import REPORT
@@ -67,8 +58,7 @@ def _against_eager() -> tuple[float, bool, Counter]:
     plain = _trained(False)
     graphs = Counter(REPORT.graphs) + Counter(REPORT.from_cache)  # another rank may have compiled them
     ahead = _trained(True)
-    same = plain[0] == ahead[0] and all(torch.equal(v, ahead[1][k]) for k, v in plain[1].items())
-    return _difference(plain, expected), same, graphs
+    return trec.difference(plain, expected), trec.same_bits(plain, ahead), graphs
 
 
 @pytest.mark.thorough
@@ -97,7 +87,7 @@ def _balanced() -> float:
     balanced = _trained(True, 6, balance=True)
     totals = torch.tensor([plain[0], balanced[0]])  # a loss is a sum over samples
     dist.all_reduce(totals)
-    return _difference((totals[1].tolist(), balanced[1]), (totals[0].tolist(), plain[1]))
+    return trec.difference((totals[1].tolist(), balanced[1]), (totals[0].tolist(), plain[1]))
 
 
 @pytest.mark.thorough
@@ -118,7 +108,7 @@ def _checkpoint() -> float:
     second.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
     pooled.train(second, second, [pooled.batch_of(step) for step in range(3)])
     found, expected = ({**trec.snapshot(m), **trec.optimizer_state(m)} for m in (second, whole))
-    return _difference(([1.0], found), ([1.0], expected))
+    return trec.difference(([1.0], found), ([1.0], expected))
 
 
 @pytest.mark.thorough
@@ -270,8 +260,7 @@ def _other_shardings(pooling: dict[str, str], kinds: dict[str, str]) -> tuple[fl
             losses.append(float(loss.detach()))
         results.append((losses, {**trec.snapshot(model), **trec.optimizer_state(model)}))
     eager, plain, ahead = results
-    same = plain[0] == ahead[0] and all(torch.equal(v, ahead[1][k]) for k, v in plain[1].items())
-    return _difference(plain, eager), same
+    return trec.difference(plain, eager), trec.same_bits(plain, ahead)
 
 
 def test_sums_beside_means():

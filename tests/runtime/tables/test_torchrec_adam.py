@@ -174,21 +174,6 @@ def _trained(model: Any, run: Any, ahead: bool, steps: range) -> list[float]:
     return pooled.train(model, run, freescale.LookaheadLoader(data, run) if ahead else data, steps.start)
 
 
-def _fbgemm_modules(model: Any) -> list[Any]:
-    from freescale.compat import torchrec
-
-    collections = [m for m in model.modules() if torchrec.is_sharded_collection(m)]
-    return [emb for c in collections for _, _, lookup in torchrec.shardings(c) for emb in torchrec.fbgemm_modules(lookup)]
-
-
-def _set_count(model: Any, steps: int) -> None:
-    """As in a new process whose checkpoint was written after so many steps: TorchRec's checkpoints of Adam do not hold
-    their number, so one calls set_optimizer_step."""
-    model.fused_optimizer.set_optimizer_step(steps)
-    for emb in _fbgemm_modules(model):
-        emb.iter_cpu.zero_()
-
-
 def _state(model: Any) -> dict[str, torch.Tensor]:
     return {**trec.snapshot(model), **trec.optimizer_state(model)}
 
@@ -222,7 +207,7 @@ def _check(optimizer: str, weight_decay: float) -> dict[str, Any]:
     graphs = Counter(REPORT.graphs) + Counter(REPORT.from_cache)  # another rank may have compiled them
     plain, difference = _state(model), _difference(model, losses, expected)
     trec.put_back(model, *beginning)
-    _set_count(model, 0)
+    trec.set_optimizer_step(model, 0)
     ahead = _trained(model, run, True, range(half))
     middle = trec.snapshot(model), trec.optimizer_state(model)
     second = _build(optimizer, weight_decay)  # what TorchRec itself makes of the checkpoint
@@ -232,7 +217,7 @@ def _check(optimizer: str, weight_decay: float) -> dict[str, Any]:
     ahead += _trained(model, run, True, range(half, STEPS))
     same = ahead == losses and _equal(_state(model), plain)
     trec.put_back(model, *middle)
-    _set_count(model, half)
+    trec.set_optimizer_step(model, half)
     restarted = _trained(model, run, True, range(half, STEPS)) == losses[half:] and _equal(_state(model), plain)
     return {"difference": difference, "same": same, "loads": loads, "restarted": restarted, "graphs": graphs}
 
@@ -314,8 +299,8 @@ def _evaluate_in_between() -> tuple[list[int], list[int]]:
         pooled.train(model, run, [pooled.batch_of(step)])
         with torch.no_grad():
             run(pooled.batch_of(10 + step))
-        counts.append(sorted({int(emb.iter) for emb in _fbgemm_modules(model)}))
-    host = sorted({int(emb.iter_cpu) for emb in _fbgemm_modules(model)})
+        counts.append(sorted({int(emb.iter) for emb in trec.fbgemm_modules(model)}))
+    host = sorted({int(emb.iter_cpu) for emb in trec.fbgemm_modules(model)})
     return counts, host
 
 
