@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_fbgemm_table import BETAS, stored
 
+import on_gpu
 from freescale.kernels import reference, row_kernels
-from freescale.runtime.tables.fbgemm import OPTIMIZERS, FbgemmBags, unsupported_reason
+from freescale.runtime.tables.fbgemm import ADAM, OPTIMIZERS, FbgemmBags, unsupported_reason
 
 SPECS, FEATURES = ((40, 8), (25, 12), (60, 8), (9, 12)), [0, 0, 1, 2, 3, 3]  # rows and width; the table of each feature
 LR, EPS = 0.1, 1e-3
 
 
-def module(optimizer, specs=SPECS, mean=False, **settings):
+def module(optimizer, specs=SPECS, mean=False, device="cpu", **settings):
     ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    where = (common.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)
+    if device != "cpu":
+        where = (common.EmbeddingLocation.DEVICE, ops.ComputeDevice.CUDA)
     emb = ops.SplitTableBatchedEmbeddingBagsCodegen(
-        [(*spec, common.EmbeddingLocation.HOST, ops.ComputeDevice.CPU) for spec in specs],
+        [(*spec, *where) for spec in specs], device=torch.device(device),
         feature_table_map=FEATURES, optimizer=ops.OptimType(optimizer), learning_rate=LR, eps=EPS,
         pooling_mode=common.PoolingMode.MEAN if mean else common.PoolingMode.SUM, **settings
     )  # fmt: skip
     torch.manual_seed(0)
-    emb.weights_host.data.normal_()
-    if emb.momentum1_host.is_floating_point():  # SGD has a placeholder
-        emb.momentum1_host.data.uniform_()
+    rows, *states = stored(emb)
+    rows.normal_()
+    for state in states:
+        state.uniform_()
     return emb
 
 
-def bags_of(emb, dim, tables):
-    return FbgemmBags(emb, [], dim, torch.device("cpu"), 2, tables)
+def bags_of(emb, dim, tables, device="cpu"):
+    return FbgemmBags(emb, [], dim, torch.device(device), 2, tables)
 
 
 def rows_of(emb, tables):
@@ -107,3 +113,53 @@ def test_a_rank_without_rows():
     table.apply_update(nothing, torch.empty(0, 8))
     table.sum_and_update(torch.empty(0, 8), nothing, nothing, nothing)
     assert table.weight.shape == (0, 8) and table.gather(nothing).shape == (0, 8)
+
+
+IDS = ([0, 3, 39], [0, 24], [1, 59], [2, 8])  # of each table
+
+
+def fbgemm_update(emb, specs, grads):
+    """FBGEMM's own backward: a bag of each row, through the first feature of its table."""
+    device = grads[0].device
+    features, bags = [FEATURES.index(t) for t in range(len(specs))], max(map(len, IDS))
+    lengths = torch.zeros(len(FEATURES), bags, dtype=torch.int64)
+    for feature, ids in zip(features, IDS, strict=True):
+        lengths[feature, : len(ids)] = 1
+    offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+    pooled = emb(torch.tensor(sum(IDS, [])).to(device), offsets.to(device))
+    grad = torch.zeros_like(pooled)
+    for feature, ids, of_table, (_, dim) in zip(features, IDS, grads, specs, strict=True):
+        first = sum(specs[t][1] for t in FEATURES[:feature])
+        grad[: len(ids), first : first + dim] = of_table
+    pooled.backward(grad)
+
+
+class TestOnGpu:
+    # FBGEMM's Adam warns that it is experimental.
+    pytestmark = [*on_gpu.MARKS, pytest.mark.filterwarnings("ignore::UserWarning:fbgemm_gpu.*")]
+
+    @pytest.mark.parametrize("widths", ("some", "one"))
+    @pytest.mark.parametrize("optimizer", (*OPTIMIZERS, *ADAM))
+    @pytest.mark.parametrize("mean", (False, True), ids=("sum", "mean"))
+    def test_our_step_is_fbgemm_s_own_backward(self, optimizer, mean, widths):
+        """Of one width: our kernel, on all tables at once."""
+        specs = SPECS if widths == "some" else [(rows, 8) for rows, _ in SPECS]
+        settings = BETAS if optimizer in ADAM else {}
+        ours, theirs = (module(optimizer, specs, mean, on_gpu.DEVICE, **settings) for _ in range(2))
+        before = [tensor.clone() for tensor in stored(ours)]
+        assert all(torch.equal(a, b) for a, b in zip(before, stored(theirs), strict=True))
+        of_width = {dim: [t for t, spec in enumerate(specs) if spec[1] == dim] for _, dim in specs}
+        tables = {dim: bags_of(ours, dim, tables, on_gpu.DEVICE) for dim, tables in of_width.items()}
+        for _ in range(2):
+            grads = [torch.randn(len(ids), dim).to(on_gpu.DEVICE) for ids, (_, dim) in zip(IDS, specs, strict=True)]
+            for table in tables.values():
+                table.count_lookup()
+            for dim, of_tables in of_width.items():
+                starts = torch.tensor([0, *(specs[t][0] for t in of_tables)]).cumsum(0).tolist()
+                rows = [start + i for start, t in zip(starts, of_tables, strict=False) for i in IDS[t]]
+                order = torch.arange(len(rows), device=on_gpu.DEVICE)
+                summed = torch.cat([grads[t] for t in of_tables])
+                tables[dim].sum_and_update(summed, torch.tensor(rows, device=on_gpu.DEVICE), order, order + 1)
+            fbgemm_update(theirs, specs, grads)
+        for mine, other, start in zip(stored(ours), stored(theirs), before, strict=True):
+            assert (mine - other).abs().max() <= 1e-6 * other.abs().max() and not torch.equal(other, start)
