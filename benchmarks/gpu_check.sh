@@ -2,8 +2,8 @@
 # Everything that needs a GPU, in one call: tests, several at a time, then benchmarks, one by one, then a short table.
 # Uses the python3 at hand; freescale is taken from dist/*.whl if there is one, else built from this tree.
 # Results (JSON) go to $OUT, or to benchmarks/results/; logs of the tests to $OUT. QUICK=1: benchmarks with --quick.
-# PART=1, PART=2: one half of it, each done within BUDGET seconds (540): all tests and the short benchmarks; the long
-# ones, whole steps with --quick. ONLY="a b": only these checks. JOBS: tests at a time (a fourth of the
+# PART=1, PART=2: one half of it, each done within BUDGET seconds (540): most tests and the short benchmarks; other
+# people's models and the long benchmarks, whole steps with --quick. ONLY="a b": only these checks. JOBS: tests at a time (a fourth of the
 # cores).
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -88,8 +88,18 @@ training=tests/kernels/test_gpu.py::test_every_transport_gives_the_same_bits
 start tests_transports_4 1 400 "${gpu[@]}" "${training}[4]"
 start tests_nccl 1 400 "${gpu[@]}" tests/kernels/test_nccl.py
 start tests_transports_2 1 400 "${gpu[@]}" "${training}[2]"
-start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py tests/compile/test_kernel_launches.py tests/runtime/tables/test_plan_block.py tests/runtime/tables/test_fbgemm_table.py tests/runtime/tables/test_native_adam.py --deselect "$training"
+start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py tests/compile/test_kernel_launches.py tests/runtime/tables/test_plan_block.py tests/runtime/tables/test_fbgemm_table.py tests/runtime/tables/test_fbgemm_bags.py tests/runtime/tables/test_native_adam.py --deselect "$training"
 start torchrec 1 400 "${gpu[@]}" tests/kernels/test_torchrec_gpu.py tests/kernels/test_gpu_loops.py tests/models/test_torchrec_own.py
+tables=tests/runtime/tables/test_torchrec_on_gpu.py
+start torchrec_pooled 1 250 "${gpu[@]}" "$tables" -k "(pooled or columns) and not adam"
+start torchrec_adam 1 250 "${gpu[@]}" "$tables" -k adam
+start torchrec_tables 1 250 "${gpu[@]}" "$tables" -k "not pooled and not columns and not adam and not grid"
+start torchrec_grid 1 250 "${gpu[@]}" "$tables" -k grid
+zoo=tests/models/test_zoo.py
+some="Autocast or BERT4Rec or DLRM or GRU4Rec or HSTU"
+start zoo_some 2 250 "${gpu[@]}" "$zoo" -k "not inductor and ($some)"
+start zoo_others 2 250 "${gpu[@]}" "$zoo" -k "not inductor and not ($some)"
+start zoo_inductor 2 250 "${gpu[@]}" "$zoo" -k inductor
 start nixl 1 200 "${gpu[@]}" tests/kernels/test_nixl.py
 start transports 1 300 "${gpu[@]}" tests/kernels/test_transports.py
 start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_compression_kernels.py tests/kernels/test_compression.py tests/kernels/test_rounding.py tests/kernels/test_large_tables.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py

@@ -46,8 +46,8 @@ def test_two_halves_make_the_whole(tmp_path):
 
 
 def test_every_test_of_a_gpu_is_run(tmp_path):
-    calls = "\n".join(called(tmp_path / "x", PART="1", JOBS="3")[0])
-    marks = re.compile(r"mark\.gpu\b|^from interpreted import .*needs_gpu", re.M)
+    calls = "\n".join(called(tmp_path / "x", JOBS="3")[0])
+    marks = re.compile(r"mark\.gpu\b|^from interpreted import .*needs_gpu|on_gpu\.MARKS", re.M)
     marked = {str(f.relative_to(ROOT)) for f in (ROOT / "tests").rglob("test_*.py") if marks.search(f.read_text())}
     assert {"tests/kernels/test_nccl.py", "tests/runtime/samples/test_split_batch.py"} <= marked
     assert [f for f in sorted(marked) if f not in calls] == []

@@ -6,21 +6,22 @@ Train, evaluate, train, save, start again from the checkpoint, last batches of o
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import on_gpu
 import trec
 import zoo
 from ranks import HAS_TORCHREC, run_ranks
 from repo import ROOT
+from shared_ranks import Outcomes, run_together
 
-pytestmark = [
-    pytest.mark.thorough,  # (one of the models is trained by the snippets of test_docs.py)
-    pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed"),
-]
+pytestmark = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+thorough = pytest.mark.thorough  # (one of the models is trained by the snippets of test_docs.py)
 
 FULL = 4
 # (what happens, samples per rank). Rank 1 has none in one step, which eager TorchRec can only take as empty samples.
@@ -47,14 +48,16 @@ SHORT = (
 )
 SHORTEST = tuple(event for event in SHORT if 0 not in event[1])
 EQUAL_COUNTS = {"BERT4Rec"}  # nn.MultiheadAttention wants at least one sample
+EQUAL_COUNTS_ON_A_GPU = EQUAL_COUNTS | {"GRU4Rec"}  # as does cuDNN's GRU
 
 
 class Owner:
     """A sharded model, what the loop calls, and the optimizer of its dense part."""
 
-    def __init__(self, name: str, options: dict[str, Any] | None, seed: int = 0) -> None:
+    def __init__(self, name: str, options: dict[str, Any] | None, device: str, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        self.model = trec.shard(zoo.MODELS[name](), zoo.LAYOUT, "rowwise_adagrad", ddp=True)
+        self.model = trec.shard(zoo.MODELS[name](), zoo.LAYOUT, "rowwise_adagrad", ddp=True, device=device)
+        self.device = torch.device(device)
         self.call, self.options = self.model, options
         if options is not None:
             torch._dynamo.reset()
@@ -78,7 +81,7 @@ class Owner:
     def train(self, batch: Any) -> float:
         self.model.train()
         self.dense.zero_grad()
-        loss = self.call(batch)
+        loss = self.call(*trec.on(self.device, batch))
         loss.backward()
         self.dense.step()
         return float(loss.detach())
@@ -86,24 +89,27 @@ class Owner:
     def evaluate(self, batch: Any) -> float:
         self.model.eval()
         with torch.no_grad():
-            return float(self.call(batch))
+            return float(self.call(*trec.on(self.device, batch)))
 
 
-def _batches(name: str, life: Any, eager: bool) -> list[Any]:
+def _batches(name: str, life: Any, eager: bool, device: str) -> list[Any]:
     rank, found = dist.get_rank(), []
+    equal_counts = name in (EQUAL_COUNTS if device == "cpu" else EQUAL_COUNTS_ON_A_GPU)
     for step, (_, samples) in enumerate(life):
         if samples:
-            padded = max(samples) if eager or name in EQUAL_COUNTS else 0
+            padded = max(samples) if eager or equal_counts else 0
             found.append(zoo.batch(step, rank, samples[rank], padded))
     return found
 
 
-def _live(name: str, life: Any, options: dict[str, Any] | None, ahead: bool) -> tuple[list[float], Any]:
+def _live(
+    name: str, life: Any, options: dict[str, Any] | None, ahead: bool, device: str = "cpu"
+) -> tuple[list[float], Any]:
     """The losses, and the state at the end."""
     import freescale
 
-    owner, numbers = Owner(name, options), []
-    batches = _batches(name, life, options is None)
+    owner, numbers = Owner(name, options, device), []
+    batches = _batches(name, life, options is None, device)
 
     def part(events: Any, batches: list[Any]) -> None:
         """One loop: its batches are trained on or evaluated as they come."""
@@ -115,7 +121,7 @@ def _live(name: str, life: Any, options: dict[str, Any] | None, ahead: bool) -> 
     at = [what for what, _ in life].index("save and start again")
     part(life[:at], batches[:at])
     saved = owner.save()
-    owner = Owner(name, options, seed=1)
+    owner = Owner(name, options, device, seed=1)
     owner.load(saved)
     part(life[at + 1 :], batches[at:])
     return numbers, trec.snapshot(owner.model)
@@ -131,6 +137,17 @@ def prepare() -> None:
     import torch._inductor.config
 
     torch._inductor.config.fallback_random = True  # dropout as eager torch draws it
+    if torch.cuda.is_available():
+        _same_kernels_for_all()
+
+
+def _same_kernels_for_all() -> None:
+    """On a GPU: float32 in full, and kernels that sum in the same order every time and for every caller."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    for fused in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{fused}_sdp")(False)
+    torch.backends.mha.set_fastpath_enabled(False)
 
 
 def _lives(names: list[str], life: Any, codegen: str, ahead: bool) -> dict[str, float]:
@@ -140,17 +157,8 @@ def _lives(names: list[str], life: Any, codegen: str, ahead: bool) -> dict[str, 
     for name in names:
         eager = _live(name, life, None, False)
         assert len(set(eager[0])) > 1 and all(x == x for x in eager[0]), (name, eager[0])
-        found[name] = difference(_live(name, life, {"codegen": codegen}, ahead), eager)
+        found[name] = trec.difference(_live(name, life, {"codegen": codegen}, ahead), eager)
     return found
-
-
-def difference(life: tuple[list[float], Any], reference: tuple[list[float], Any]) -> float:
-    """Largest difference of a loss or of a tensor of the state, each relative to the largest number of its kind."""
-    (numbers, state), (expected, end) = life, reference
-    worst = max(abs(a - b) for a, b in zip(numbers, expected, strict=True)) / max(map(abs, expected))
-    for key in (key for key in end if end[key].numel()):
-        worst = max(worst, float((state[key] - end[key]).abs().max() / end[key].abs().max()))
-    return worst
 
 
 def _check(names: list[str], life: Any, codegen: str, ahead: bool) -> None:
@@ -164,6 +172,7 @@ PLANNED = [name for name in ALL if name != "LooksUpTwice"]
 slow = pytest.mark.slow
 
 
+@thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names, life", (
     (["SASRec", "DLRM", "LooksUpTwice"], SHORT), pytest.param(ALL, LIFE, marks=slow),
@@ -172,6 +181,7 @@ def test_without_look_ahead(names, life):
     _check(names, life, "eager", False)
 
 
+@thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names, life", (
     (["HSTU", "ManyTasks"], SHORT), pytest.param(PLANNED, LIFE, marks=slow),
@@ -180,6 +190,7 @@ def test_with_look_ahead(names, life):
     _check(names, life, "eager", True)
 
 
+@thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names", (
     ["ManyTasks"],
@@ -189,7 +200,40 @@ def test_generated_code(names):
     _check(names, SHORTEST, "inductor", True)
 
 
+@thorough
 @slow  # it doubles what is compiled
 @pytest.mark.timeout(900)
 def test_generated_code_where_a_rank_has_no_samples():
     _check(["ManyTasks", "SASRec"], SHORT, "inductor", True)
+
+
+def against_eager(name: str, life: Any, codegen: str, device: str) -> tuple[list[float], float, float | None]:
+    """Eager TorchRec's losses; the compiled model's difference to it; what look-ahead changes, if it is supported."""
+    prepare()
+    eager = _live(name, life, None, False, device)
+    plain = _live(name, life, {"codegen": codegen}, False, device)
+    ahead = _live(name, life, {"codegen": codegen}, True, device) if name in PLANNED else None
+    return eager[0], trec.difference(plain, eager), trec.difference(ahead, plain) if ahead is not None else None
+
+
+class TestOnAGpu:
+    """Two ranks share one GPU."""
+
+    pytestmark = on_gpu.MARKS
+    EVERY = {name: (name, SHORT, "eager") for name in ALL}
+    # (Inductor takes longest: one model in which all is traced, and one with dropout and attention.)
+    GENERATED = {f"{name}, inductor": (name, SHORTEST, "inductor") for name in ("ManyTasks", "SASRec")}
+
+    @pytest.fixture(scope="class")
+    def checked(self, request: pytest.FixtureRequest) -> Outcomes:
+        """Of the models that were selected: pytest -k."""
+        names = [item.callspec.params["name"] for item in request.session.items if item.cls is TestOnAGpu]
+        checks = {name: partial(against_eager, *(self.EVERY | self.GENERATED)[name], on_gpu.DEVICE) for name in names}
+        return run_together(checks, 2, timeout=240, group_timeout=60, **on_gpu.RANKS)
+
+    @pytest.mark.parametrize("name", (*EVERY, *GENERATED))
+    def test_equals_eager_torchrec(self, name, checked):
+        for losses, difference, by_look_ahead in checked.of(name):
+            assert len(set(losses)) > 1 and all(x == x for x in losses), losses
+            assert difference <= TOLERANCE.get(name, 1e-6), (difference, by_look_ahead)
+            assert (by_look_ahead or 0.0) <= (1e-6 if name in self.GENERATED else 0.0)  # Inductor may sum in another order

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import test_zoo  # noqa: E402
 
+import trec  # noqa: E402
 from ranks import HAS_TORCHREC, RankFailed, run_ranks  # noqa: E402
 
 SEEDS = (1, 2, 3, 2006, 2032, 2041, 2107)  # from 2006 on, ill-conditioned: off by 2.5e-6 and, in bfloat16, 3e-3
@@ -56,16 +57,16 @@ def judge(seed: int) -> tuple[str, float, float]:
     test_zoo.prepare()
     eager = test_zoo._live(name, life, None, False)
     compiled = test_zoo._live(name, life, {"codegen": codegen}, ahead)
-    worst, allowed = test_zoo.difference(compiled, eager), test_zoo.TOLERANCE.get(name, 2e-6)
+    worst, allowed = trec.difference(compiled, eager), test_zoo.TOLERANCE.get(name, 2e-6)
     beyond = torch.tensor(float(worst > allowed))
     dist.all_reduce(beyond)  # on any rank: the loops below need all of them
     if beyond:
         if ahead:
             plain = test_zoo._live(name, life, {"codegen": codegen}, False)
-            assert test_zoo.difference(compiled, plain) == 0.0
+            assert trec.difference(compiled, plain) == 0.0
         for noise in range(4):
             with weights_off_by(LAST_BIT.get(name, 2.0**-24), noise):
-                allowed = max(allowed, 2 * test_zoo.difference(test_zoo._live(name, life, None, False), eager))
+                allowed = max(allowed, 2 * trec.difference(test_zoo._live(name, life, None, False), eager))
     return name, worst, allowed
 
 

@@ -146,8 +146,9 @@ def _place_on_first_gpu(plan: Any) -> None:
 
 
 def on(device: torch.device, *inputs: Any) -> tuple[Any, ...]:
-    """`inputs` on `device`; batches stay on the host until their step, as a LookaheadLoader recommends."""
-    return inputs if device.type == "cpu" else tuple(x.to(device) for x in inputs)
+    """`inputs` on `device`: those of plain loops, since a LookaheadLoader has moved its own."""
+    where = (x.device() if callable(x.device) else x.device for x in inputs)
+    return tuple(x if current == device else x.to(device) for x, current in zip(inputs, where, strict=True))
 
 
 def fbgemm_modules(model: Any) -> list[Any]:

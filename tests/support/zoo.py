@@ -28,6 +28,10 @@ class Batch:
     dense: Tensor  # [samples, DIM]
     weight: Tensor  # [samples]
 
+    @property
+    def device(self) -> torch.device:
+        return self.dense.device
+
     def to(self, device: torch.device) -> Batch:
         return Batch(self.features.to(device), self.dense.to(device), self.weight.to(device))
 
