@@ -147,7 +147,7 @@ def _place_on_first_gpu(plan: Any) -> None:
 
 def on(device: torch.device, *inputs: Any) -> tuple[Any, ...]:
     """`inputs` on `device`: those of plain loops, since a LookaheadLoader has moved its own."""
-    where = (x.device() if callable(x.device) else x.device for x in inputs)
+    where = (x.device if isinstance(x.device, torch.device) else x.device() for x in inputs)
     return tuple(x if current == device else x.to(device) for x, current in zip(inputs, where, strict=True))
 
 
