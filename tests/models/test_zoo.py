@@ -221,8 +221,7 @@ class TestOnAGpu:
 
     pytestmark = on_gpu.MARKS
     EVERY = {name: (name, SHORT, "eager") for name in ALL}
-    # (Inductor takes longest: one model in which all is traced, and one with dropout and attention.)
-    GENERATED = {f"{name}, inductor": (name, SHORTEST, "inductor") for name in ("ManyTasks", "SASRec")}
+    GENERATED = {f"{name}, inductor": (name, SHORTEST, "inductor") for name in ("ManyTasks", "DLRM")}  # (it is slow)
 
     @pytest.fixture(scope="class")
     def checked(self, request: pytest.FixtureRequest) -> Outcomes:
