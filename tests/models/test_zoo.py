@@ -221,6 +221,8 @@ class TestOnAGpu:
 
     pytestmark = on_gpu.MARKS
     EVERY = {name: (name, SHORT, "eager") for name in ALL}
+    # In bfloat16, a gradient is off by 4e-3 of itself, and an update is a large part of a row.
+    TOLERANCE = {"Autocast": 2e-2}
     GENERATED = {f"{name}, inductor": (name, SHORTEST, "inductor") for name in ("ManyTasks", "DLRM")}  # (it is slow)
 
     @pytest.fixture(scope="class")
@@ -234,5 +236,5 @@ class TestOnAGpu:
     def test_equals_eager_torchrec(self, name, checked):
         for losses, difference, by_look_ahead in checked.of(name):
             assert len(set(losses)) > 1 and all(x == x for x in losses), losses
-            assert difference <= TOLERANCE.get(name, 1e-6), (difference, by_look_ahead)
+            assert difference <= self.TOLERANCE.get(name, 1e-6), (difference, by_look_ahead)
             assert (by_look_ahead or 0.0) <= (1e-6 if name in self.GENERATED else 0.0)  # Inductor may sum in another order
