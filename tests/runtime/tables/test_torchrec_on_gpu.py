@@ -154,7 +154,7 @@ def checked(request: pytest.FixtureRequest) -> Outcomes:
 
 def _hold(outcomes: list[tuple[float, float, float]]) -> None:
     for change, difference, by_look_ahead in outcomes:
-        assert change > 1e-4, outcomes
+        assert change > 1e-6, outcomes
         assert difference <= 1e-6 and by_look_ahead == 0.0, outcomes
 
 
