@@ -82,13 +82,18 @@ check() { # check NAME PART SECONDS COMMAND...: alone
 }
 
 quick=${QUICK:+--quick}
-gpu=(pytest -q -m gpu)
+gpu=(pytest -v --no-header --durations=10 -m gpu)
 sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python3)
 training=tests/kernels/test_gpu.py::test_every_transport_gives_the_same_bits
 start tests_transports_4 1 400 "${gpu[@]}" "${training}[4]"
 start tests_nccl 1 400 "${gpu[@]}" tests/kernels/test_nccl.py
 start tests_transports_2 1 400 "${gpu[@]}" "${training}[2]"
-start tests 1 400 "${gpu[@]}" tests/kernels/test_gpu.py tests/compile/test_kernel_launches.py tests/runtime/tables/test_plan_block.py tests/runtime/tables/test_fbgemm_table.py tests/runtime/tables/test_fbgemm_bags.py tests/runtime/tables/test_native_adam.py --deselect "$training"
+native=tests/kernels/test_gpu.py
+start tests_native 1 300 "${gpu[@]}" $native -k "equals"
+start tests_bits 1 300 "${gpu[@]}" $native -k "not equals and not compressed" --deselect "$training"
+start tests_compressed 1 300 "${gpu[@]}" $native -k "compressed"
+start tests_tables 1 200 "${gpu[@]}" tests/compile/test_kernel_launches.py tests/runtime/tables/test_plan_block.py tests/runtime/tables/test_fbgemm_table.py tests/runtime/tables/test_fbgemm_bags.py tests/runtime/tables/test_native_adam.py
+start background 1 200 "${gpu[@]}" tests/passes/test_move_background.py
 start torchrec 1 400 "${gpu[@]}" tests/kernels/test_torchrec_gpu.py tests/kernels/test_gpu_loops.py tests/models/test_torchrec_own.py
 tables=tests/runtime/tables/test_torchrec_on_gpu.py
 start torchrec_pooled 1 250 "${gpu[@]}" "$tables" -k "(pooled or columns) and not adam"

@@ -216,6 +216,15 @@ def against_eager(name: str, life: Any, codegen: str, device: str) -> tuple[list
     return eager[0], trec.difference(plain, eager), trec.difference(ahead, plain) if ahead is not None else None
 
 
+@pytest.fixture(scope="module")
+def on_a_gpu(request: pytest.FixtureRequest) -> Outcomes:
+    """Of the models that were selected: pytest -k."""
+    names = [item.callspec.params["name"] for item in request.session.items if item.cls is TestOnAGpu]
+    cases = TestOnAGpu.EVERY | TestOnAGpu.GENERATED
+    checks = {name: partial(against_eager, *cases[name], on_gpu.DEVICE) for name in names}
+    return run_together(checks, 2, timeout=240, group_timeout=60, **on_gpu.RANKS)
+
+
 class TestOnAGpu:
     """Two ranks share one GPU."""
 
@@ -225,16 +234,9 @@ class TestOnAGpu:
     TOLERANCE = {"Autocast": 2e-2}
     GENERATED = {f"{name}, inductor": (name, SHORTEST, "inductor") for name in ("ManyTasks", "DLRM")}  # (it is slow)
 
-    @pytest.fixture(scope="class")
-    def checked(self, request: pytest.FixtureRequest) -> Outcomes:
-        """Of the models that were selected: pytest -k."""
-        names = [item.callspec.params["name"] for item in request.session.items if item.cls is TestOnAGpu]
-        checks = {name: partial(against_eager, *(self.EVERY | self.GENERATED)[name], on_gpu.DEVICE) for name in names}
-        return run_together(checks, 2, timeout=240, group_timeout=60, **on_gpu.RANKS)
-
     @pytest.mark.parametrize("name", (*EVERY, *GENERATED))
-    def test_equals_eager_torchrec(self, name, checked):
-        for losses, difference, by_look_ahead in checked.of(name):
+    def test_equals_eager_torchrec(self, name, on_a_gpu):
+        for losses, difference, by_look_ahead in on_a_gpu.of(name):
             assert len(set(losses)) > 1 and all(x == x for x in losses), losses
             assert difference <= self.TOLERANCE.get(name, 1e-6), (difference, by_look_ahead)
             assert (by_look_ahead or 0.0) <= (1e-6 if name in self.GENERATED else 0.0)  # Inductor may sum in another order

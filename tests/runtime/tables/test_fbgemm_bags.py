@@ -136,7 +136,7 @@ def fbgemm_update(emb, specs, grads):
 
 class TestOnGpu:
     # FBGEMM's Adam warns that it is experimental.
-    pytestmark = [*on_gpu.MARKS, pytest.mark.filterwarnings("ignore::UserWarning:fbgemm_gpu.*")]
+    pytestmark = [*on_gpu.MARKS, pytest.mark.filterwarnings("ignore::UserWarning:fbgemm_gpu.*", "ignore:TBE B200 optimization:UserWarning")]
 
     @pytest.mark.parametrize("widths", ("some", "one"))
     @pytest.mark.parametrize("optimizer", (*OPTIMIZERS, *ADAM))

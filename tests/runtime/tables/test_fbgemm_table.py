@@ -119,8 +119,11 @@ def fbgemm_update(emb, table, grad, rows, order, ends):
 class TestOnGpu:
     """Two steps on FBGEMM's storage, as FBGEMM's CUDA kernels take them."""
 
-    # FBGEMM's Adam warns that it is experimental.
-    pytestmark = [*on_gpu.MARKS, pytest.mark.filterwarnings("ignore::UserWarning:fbgemm_gpu.*")]
+    # FBGEMM's Adam warns that it is experimental, its kernels of settings for another GPU.
+    pytestmark = [
+        *on_gpu.MARKS,
+        pytest.mark.filterwarnings("ignore::UserWarning:fbgemm_gpu.*", "ignore:TBE B200 optimization:UserWarning"),
+    ]
 
     @pytest.mark.parametrize("optimizer, weight_decay", (
         *((optimizer, 0.0) for optimizer in (*OPTIMIZERS, *ADAM)),
