@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from step_torchrec_model import Batch, Size, dense_parameters, dense_part, sharded, turn_of
+from step_torchrec_model import Batch, Size, dense_parameters, dense_part, embedding_collection, sharded, turn_of
 
 GROUP_SECONDS = 120
 WARM_UP, TAIL = 4, 2  # steps of a turn that do not count: there, a pipeline fills and empties
@@ -26,10 +26,18 @@ class Variant:
     overlap: bool = True
     balance: bool = False
     dense: str = "off"  # allreduce: in the graph, without DDP
+    alone: bool = False  # freescale compiles the embedding collection, Inductor the dense part
 
     @property
     def is_freescale(self) -> bool:
         return self.loop in ("plain", "ahead")
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Of the model; variants of one kind share it."""
+        if not self.is_freescale:
+            return self.loop, "", "off", False
+        return "freescale", self.transport, self.dense, self.alone
 
 
 VARIANTS = {
@@ -44,6 +52,8 @@ VARIANTS = {
         Variant("default-c10d", "ahead", "c10d"),
         Variant("no-overlap", "ahead", overlap=False),
         Variant("no-overlap-c10d", "ahead", "c10d", overlap=False),
+        Variant("collection", "ahead", alone=True),
+        Variant("collection-c10d", "ahead", "c10d", alone=True),
         Variant("allreduce", "ahead", dense="allreduce"),
         Variant("balance", "ahead", balance=True),
         Variant("balance-c10d", "ahead", "c10d", balance=True),
@@ -67,15 +77,15 @@ class Task:
 class Trained:
     """A DistributedModelParallel of one of the kinds, and its optimizer. Variants of one kind share it."""
 
-    def __init__(self, kind: tuple[str, str, str], size: Size, rank: Rank) -> None:
-        loop, transport, dense = kind
+    def __init__(self, kind: tuple[Any, ...], size: Size, rank: Rank) -> None:
+        loop, transport, dense, alone = kind
         ours, backend = loop == "freescale", "inductor" if rank.task.codegen == "inductor" else "eager"
-        compiled_dense = "" if ours or loop == "uncompiled" else backend
+        compiled_dense = "" if ours and not alone or loop == "uncompiled" else backend
         self.model = sharded(size, rank.device, compiled_dense, ddp=dense == "off", pec=loop == "pec")
         self.optimizer = sgd(dense_parameters(self.model), rank.device)
         if ours:
             options = {"transport": transport, "dense": dense, "codegen": rank.task.codegen, "strict": True}
-            self.model.compile(backend="freescale", options=options)
+            (embedding_collection(self.model) if alone else self.model).compile(backend="freescale", options=options)
         self.pipeline: Any = None
         self.own_bytes = 0
 

@@ -161,6 +161,10 @@ def sharded(size: Size, device: torch.device, compile_dense: str = "", ddp: bool
     return model
 
 
+def embedding_collection(model: nn.Module) -> nn.Module:
+    return next(m for name, m in model.named_modules() if name.endswith("tables"))
+
+
 @torch.no_grad()
 def fill_tables(model: nn.Module) -> None:
     for shard in local_shards(model):

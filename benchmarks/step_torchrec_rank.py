@@ -79,7 +79,7 @@ def measure_size(size: Size, rank: Rank, say: Callable[..., None]) -> dict[str, 
     say("at", "dense", size.name)
     dense = DenseAlone(size, rank, distinct)
     straggling = dense.straggling(steps)
-    kinds: dict[tuple[str, str, str], Trained] = {}
+    kinds: dict[tuple[Any, ...], Trained] = {}
     loops: dict[str, Loop] = {}
     seconds = {}
     for v in variants:
@@ -87,8 +87,7 @@ def measure_size(size: Size, rank: Rank, say: Callable[..., None]) -> dict[str, 
         began, before = time.perf_counter(), rank.allocated()
         trained = None
         if v.loop != "dense":
-            kind = (v.loop, "", "off") if not v.is_freescale else ("freescale", v.transport, v.dense)
-            trained = kinds.get(kind) or kinds.setdefault(kind, Trained(kind, size, rank))
+            trained = kinds.get(v.kind) or kinds.setdefault(v.kind, Trained(v.kind, size, rank))
         loops[v.name] = Loop(v, trained, dense, rank)
         take_turn(loops[v.name], distinct[: WARM_UP + 1], 1)  # compiles
         gc.collect()
@@ -137,7 +136,7 @@ def check_size(size: Size, rank: Rank, say: Callable[..., None]) -> dict[str, fl
     ranks, since balance moves samples between them; of a table row; of a dense parameter."""
     distinct = batches(size, CHECKED, rank.on_gpu)
 
-    def train(variant: Variant, kind: tuple[str, str, str]) -> list[torch.Tensor]:
+    def train(variant: Variant, kind: tuple[Any, ...]) -> list[torch.Tensor]:
         trained = Trained(kind, size, rank)
         loop = Loop(variant, trained, None, rank)  # type: ignore[arg-type]
         losses = torch.stack(list(loop.steps(b.fresh() for b in distinct)))
@@ -145,15 +144,14 @@ def check_size(size: Size, rank: Rank, say: Callable[..., None]) -> dict[str, fl
         return [losses / dist.get_world_size(), *local_shards(trained.model), *dense_parameters(trained.model)]
 
     say("at", "eager", "check")
-    expected = [t.detach().clone() for t in train(VARIANTS["eager"], ("uncompiled", "", "off"))]
+    expected = [t.detach().clone() for t in train(VARIANTS["eager"], ("uncompiled", "", "off", False))]
     found = {}
     for name in rank.task.variants:
         v = VARIANTS[name]
         if v.loop == "dense":
             continue
         say("at", name, "check")
-        kind = (v.loop, "", "off") if not v.is_freescale else ("freescale", v.transport, v.dense)
-        pairs = zip(train(v, kind), expected, strict=True)
+        pairs = zip(train(v, v.kind), expected, strict=True)
         worst = max(float((a.detach() - b).abs().max()) for a, b in pairs if a.numel())
         found[name] = max(rank.gather(worst))
     return found

@@ -34,7 +34,7 @@ PREFIX = "FREESCALE_"
 # The passes, in the order in which they run. Each name is also a module and a function in freescale.passes.
 PASS_ORDER = (
     "find_exchanges", "split_exchanges", "join_pieces", "gather_parts", "bucket_gradients", "compress_exchange",
-    "overlap_attention", "lower_copies",
+    "overlap_attention", "lower_copies", "move_background",
 )  # fmt: skip
 # Passes that change numerics: not part of `all`, only run if named.
 LOSSY_PASSES = ("compress_exchange",)

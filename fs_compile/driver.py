@@ -31,7 +31,7 @@ from freescale.compile_once import compiling_once
 from freescale.config import Config
 from freescale.graph_report import GraphRecord
 from freescale.passes.find_exchanges import count_exchanges
-from freescale.passes.graph import EXCHANGE_KEY, CannotApply, argument, dense_collectives, exchanges, graph_text
+from freescale.passes.graph import CannotApply, argument, dense_collectives, exchanges, exchanges_at, graph_text
 from freescale.passes.node_order import control_dependencies
 from freescale.passes.timeline import timeline
 from freescale.runtime import agreement, recording
@@ -232,9 +232,9 @@ def _launch_text(launch: fx.Node) -> str:
         return f"dense gradients of {argument(launch, 'parameters')}"
     if launch.target is fs.average_gradient.default:
         return f"dense gradient of {argument(launch, 'name')}"
-    x = launch.meta[EXCHANGE_KEY]
+    what = ", then ".join(map(str, exchanges_at(launch)))
     transport = launch.kwargs.get("transport", "")
-    return f"{x} over {transport}" if transport else str(x)
+    return f"{what} over {transport}" if transport else what
 
 
 def direction_of(graph: fx.Graph) -> str:

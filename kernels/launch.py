@@ -16,15 +16,16 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import distributed
-from freescale.kernels import dense_average, row_packing
+from freescale.kernels import background, dense_average, row_packing
 from freescale.kernels.ops import table_registry
-from freescale.kernels.ops.schemas import implement
+from freescale.kernels.ops.schemas import EARLY, LATE, implement
 from freescale.kernels.transports import c10d, launch_record, open_transports
 
 _launches: Counter[str] = Counter()  # per label, in this process
 
 
 def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priority, table, *how, **more):
+    background.wait_for(table)
     # This op owns the send buffer: the Work holds it until it completes, even if the wait is in a later graph.
     packed = table_registry.gather_rows(table, rows)
     return launch("rows", packed, send_counts, recv_counts, n_recv, priority, table, *how, **more)
@@ -32,6 +33,25 @@ def all_to_all_rows_launch(token, rows, send_counts, recv_counts, n_recv, priori
 
 def all_to_all_launch(x, *how, **more):
     return launch("gradients", x.contiguous(), *how, **more)
+
+
+def all_to_all_background_launch(
+    grad, token, rows, order, ends, late_send_counts, late_recv_counts, n_late, early_rows, send_counts, recv_counts,
+    n_recv, table, group_name, transport="c10d", gradient_packing="", packing=""
+):  # fmt: skip
+    """What the separate ops do, in this order, on a stream beside the current one."""
+
+    def work():
+        late = all_to_all_launch(
+            grad, late_send_counts, late_recv_counts, n_late, LATE, table, group_name, transport, gradient_packing
+        )
+        arrived = torch.ops._c10d_functional.wait_tensor(late)
+        torch.ops.freescale.update_.default(token, arrived, rows, order, ends, LATE, table)
+        return all_to_all_rows_launch(
+            token, early_rows, send_counts, recv_counts, n_recv, EARLY, table, group_name, transport, packing
+        )
+
+    return background.run(table, (grad, rows, order, ends, early_rows), work)
 
 
 def launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_name, transport="c10d", packing=""):
@@ -87,5 +107,5 @@ def all_reduce_bytes(size: int, world: int) -> int:
     return 2 * size * (world - 1) // world
 
 
-for _fn in (all_to_all_rows_launch, all_to_all_launch, all_reduce_launch):
+for _fn in (all_to_all_rows_launch, all_to_all_launch, all_to_all_background_launch, all_reduce_launch):
     implement(_fn.__name__, _fn)

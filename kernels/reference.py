@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from freescale.compat import distributed
+from freescale.kernels import background
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import LATE, implement, lib
 from freescale.kernels.planning import native_plan, row_requests
@@ -87,6 +88,7 @@ def _sum_segments(x, sizes):
 
 
 def update_(token, grad, rows, order, ends, priority, table):
+    background.wait_for(table)
     if priority == LATE and rows.shape[0] == 0:
         table_registry.update_counts[table] += 1
         return torch.empty_like(token)

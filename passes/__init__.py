@@ -13,6 +13,7 @@ from freescale.passes.find_exchanges import find_exchanges
 from freescale.passes.gather_parts import gather_parts
 from freescale.passes.join_pieces import join_pieces
 from freescale.passes.lower_copies import lower_copies
+from freescale.passes.move_background import move_background
 from freescale.passes.overlap_attention import overlap_attention
 from freescale.passes.split_exchanges import split_exchanges
 
@@ -27,5 +28,6 @@ _BY_NAME: dict[str, Pass] = {
     "compress_exchange": compress_exchange,
     "overlap_attention": overlap_attention,
     "lower_copies": lower_copies,
+    "move_background": move_background,
 }
 PASSES: tuple[tuple[str, Pass], ...] = tuple((name, _BY_NAME[name]) for name in PASS_ORDER)

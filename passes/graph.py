@@ -15,6 +15,7 @@ from freescale.compat import fx_values
 
 # Keys of node.meta.
 EXCHANGE_KEY = "freescale"  # the GraphExchange that starts at this node
+LATE_KEY = "freescale_late"  # another one that this node starts before: late gradients (move_background.py)
 PINNED_KEY = "freescale_pinned"  # this node's place among the compute must be kept by the compiler
 # Provenance of a node. torch's other meta (such as the layouts of arguments) does not hold for new nodes.
 _ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "custom", "seq_nr")
@@ -55,7 +56,11 @@ class GraphExchange:
 
 def exchanges(graph: fx.Graph) -> list[GraphExchange]:
     """The exchanges marked by `find_exchanges`, in graph order."""
-    return [n.meta[EXCHANGE_KEY] for n in graph.nodes if EXCHANGE_KEY in n.meta]
+    return [x for n in graph.nodes for x in exchanges_at(n)]
+
+
+def exchanges_at(node: fx.Node) -> list[GraphExchange]:
+    return [node.meta[key] for key in (LATE_KEY, EXCHANGE_KEY) if key in node.meta]
 
 
 def dense_collectives(graph: fx.Graph) -> list[fx.Node]:
@@ -133,9 +138,7 @@ def _line(node: fx.Node) -> str:
     args = [_value(a) for a in node.args] + [f"{k}={_value(v)}" for k, v in node.kwargs.items()]
     text = f"{node.name} = {name.removesuffix('.default')}({', '.join(args)})"
     notes = [shape] if shape else []
-    if EXCHANGE_KEY in node.meta:
-        x = node.meta[EXCHANGE_KEY]
-        notes.append(f"{x.priority} {x.payload}, {x.kind}, {x.bytes} bytes")
+    notes += [f"{x.priority} {x.payload}, {x.kind}, {x.bytes} bytes" for x in exchanges_at(node)]
     return f"{text}  # {'; '.join(notes)}" if notes else text
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from freescale.kernels.transports import link_speed
 from freescale.passes import node_cost
-from freescale.passes.graph import GraphExchange, argument, exchanges, waits_of
+from freescale.passes.graph import GraphExchange, argument, exchanges, exchanges_at, waits_of
 
 
 def timeline(graph: fx.Graph, bytes_per_second: float = 0.0) -> list[dict[str, Any]]:
@@ -22,12 +22,11 @@ def timeline(graph: fx.Graph, bytes_per_second: float = 0.0) -> list[dict[str, A
     {"do": "compute", "what": its first kernel that is not fused, or node, "nodes", "seconds"}
     """
     machine = node_cost.machine(node_cost.device_of(graph.nodes))
-    launches = {x.launch: x for x in exchanges(graph)}
-    waits = {wait: str(x) for x in launches.values() for wait in waits_of(x.launch)[:1]}
+    waits = {wait: str(x) for x in exchanges(graph) for wait in waits_of(x.launch)[:1]}
     found: list[dict[str, Any]] = []
     for node in graph.nodes:
-        if node in launches:
-            found.append(_launch(launches[node], bytes_per_second))
+        if launched := exchanges_at(node):
+            found += [_launch(x, bytes_per_second) for x in launched]
         elif node in waits:
             found.append({"do": "wait", "what": waits[node]})
         elif node.op == "call_function":

@@ -19,6 +19,8 @@ Counts (rows per peer) are CPU int64 tensors of length world, so the graph does 
     all_to_all_rows_launch  start of an all-to-all of table rows
     all_to_all_launch       start of an all-to-all; `_c10d_functional.wait_tensor` waits for either. `transport` carries
                             it (transports/selection.py); `packing` is the compression of rows (compression.py)
+    all_to_all_background_launch  late gradients, their update, then the start of early rows, on a stream beside the
+                            current one (background.py)
     averaged_parameter      identity on a dense parameter; average_gradient averages its gradient over the ranks
     average_gradient        average of one parameter's gradient, blocking (collective)
     all_reduce_launch       start of the average of several gradients, in one buffer; wait_tensor waits for it. With a
@@ -82,6 +84,12 @@ _HOW = (
 )
 lib.define(f"all_to_all_rows_launch(Tensor token, Tensor rows, {_HOW}) -> Tensor")
 lib.define(f"all_to_all_launch(Tensor x, {_HOW}) -> Tensor")
+lib.define(
+    "all_to_all_background_launch(Tensor grad, Tensor token, Tensor rows, Tensor order, Tensor ends, "
+    "Tensor late_send_counts, Tensor late_recv_counts, SymInt n_late, Tensor early_rows, Tensor send_counts, "
+    "Tensor recv_counts, SymInt n_recv, str table, str group_name, str transport=\"c10d\", "
+    "str gradient_packing=\"\", str packing=\"\") -> Tensor"
+)
 lib.define("averaged_parameter(Tensor(a) parameter, str name, int place, str group_name) -> Tensor(a)")
 lib.define("average_gradient(Tensor gradient, str name, int place, str group_name) -> Tensor")
 lib.define('all_reduce_launch(Tensor[] gradients, str parameters, str group_name, str packing="") -> Tensor')
@@ -156,6 +164,14 @@ def _all_to_all_launch(x, send_counts, recv_counts, n_recv, *how, **more):
     return _rows_like(x, n_recv)
 
 
+@torch.library.register_fake("freescale::all_to_all_background_launch", lib=lib)
+def _all_to_all_background_launch(
+    grad, token, rows, order, ends, late_send_counts, late_recv_counts, n_late, early_rows, send_counts, recv_counts,
+    n_recv, *how, **more
+):  # fmt: skip
+    return _rows_like(token, n_recv)
+
+
 @torch.library.register_fake("freescale::average_gradient", lib=lib)
 def _average_gradient(gradient, name, place, group_name):
     return gradient.new_empty(gradient.shape)
@@ -183,7 +199,7 @@ def _agree(first, launches, group_name, timeout):
     return first.new_empty(0)
 
 
-for _op in ("all_to_all_rows_launch", "all_to_all_launch", "all_reduce_launch"):
+for _op in ("all_to_all_rows_launch", "all_to_all_launch", "all_to_all_background_launch", "all_reduce_launch"):
     inductor.register_launch_lowering(getattr(torch.ops.freescale, _op))
 
 # A rank with no rows or gradients must still join collectives. Without this, Inductor would remove an op whose results

@@ -69,6 +69,7 @@ records: deque[LaunchRecord] = deque(maxlen=MAX_RECORDS)
 why_rank_left: Callable[[], str] = str
 launched = 0  # launches so far; all ranks make the same ones in the same order
 awaited: RecordedWork | None = None  # the work that the host is blocked on
+_beside_compute = False  # the current stream is not the one that computes
 # C++ holds a Work but not its Python half, which is kept here until the wait.
 _not_waited_for: dict[int, RecordedWork] = {}
 
@@ -147,7 +148,7 @@ class RecordedWork(dist.Work):
             finally:
                 awaited = None
             return
-        if record.arrived_before_wait:
+        if record.arrived_before_wait or _beside_compute:
             self.work.wait()
             record.stream_seconds = 0.0
         else:
@@ -180,6 +181,17 @@ def profiler_range(what: str, label: str = "") -> Any:
     if not logs.profiling():
         return _NO_PROFILER
     return torch.profiler.record_function(f"freescale: {what} {label}".rstrip())
+
+
+@contextmanager
+def beside_compute() -> Iterator[None]:
+    """Waits of the current stream do not stall compute."""
+    global _beside_compute
+    _beside_compute = True
+    try:
+        yield
+    finally:
+        _beside_compute = False
 
 
 def add_host_wait(label: str, began: float, ended: float) -> None:

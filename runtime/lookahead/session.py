@@ -9,6 +9,7 @@ from typing import cast
 import torch.distributed as dist
 
 from freescale.compat import distributed
+from freescale.kernels import background
 from freescale.kernels.transports import launch_record, link_speed
 from freescale.runtime.lookahead import rendezvous
 from freescale.runtime.lookahead.planning import BatchPlanning, PlanningConnection
@@ -111,6 +112,7 @@ class Session:
         except RuntimeError as error:
             failure = error
         loop.refuse_further_backwards()
+        background.wait_for_all()
         alone = loop.failure is not None and not loop.failure_known_to_all
         furthest = max((s.ordered for s in loop.statuses), default=0)
         loop.thread.stop(furthest - loop.thread.ordered, why if alone else "")
@@ -192,6 +194,7 @@ class Session:
 
     def flush(self) -> None:
         """Apply what is pending before the tables are used outside of the planned order."""
+        background.wait_for_all()
         loop = self.innermost
         if loop is not None and max(loop.pending, loop.incomplete) >= 0:
             self.synchronize(Action.FLUSH)
