@@ -1,13 +1,8 @@
-"""Avoid duplicate compilation on a host: one process compiles a graph, the others load it from the cache.
-
-The others wait until the first one is done, then all proceed together. A process that does not find the graph in
-torch's cache then compiles it: waiting changes when, never what. The lock is an OS lock on a file next to torch's
-cache, released when its process ends. No rank may wait for another while holding it; if one does, the wait ends after
-`seconds`.
+"""One process of a host compiles a graph, the others wait and load it from torch's cache. A process that does not find
+it there compiles it: waiting changes when, never what. The lock is an OS lock on a file: it ends with its process.
 
 Which rank compiles must be deterministic: generated code sums in an order that depends on the batch sizes that it was
-compiled for, and these differ between ranks. So the first rank of a host gets a head start of a few seconds. If it has
-nothing to compile, the others lose only that time; if it has its own cache folder, they lose it once.
+compiled for, and these differ between ranks. So the first rank of a host gets a head start of a few seconds.
 """
 
 from __future__ import annotations

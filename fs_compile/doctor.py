@@ -1,7 +1,4 @@
-"""Reports what is installed, what works on this machine and what is missing, as text or JSON.
-
-`examine` collects the facts and never raises; `in_words` formats them. Nothing is installed or changed.
-"""
+"""Reports what is installed, what works on this machine and what is missing, as text or JSON. Never raises."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class GraphRecord:
 
 
 def keep(key: str, record: GraphRecord) -> None:
-    """Ranks that share a cache may write the same record concurrently, so each write is atomic."""
+    """Atomic: ranks that share a cache may write the same record concurrently."""
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,6 @@ def say(words: str, printed: bool = True) -> None:
 
 @contextlib.contextmanager
 def repeating(words: str, printed: bool = True) -> Iterator[None]:
-    """Report repeatedly that work is in progress."""
     done, began = threading.Event(), time.monotonic()
 
     def repeat() -> None:

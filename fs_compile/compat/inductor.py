@@ -38,8 +38,8 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:  # fmt: skip
     """Compile; `post_pass` sees the post-grad graphs of the forward and the lazily compiled backward.
 
-    `traced_anew`: skip AOTAutograd's cache, so that each graph is looked up by itself, under `watch`. Then, if a graph
-    needs no autograd, it calls `direct_ops` as functions and launches kernels with less overhead.
+    `traced_anew`: skip AOTAutograd's cache, so that each graph is looked up by itself, under `watch`. Then a graph that
+    needs no autograd calls `direct_ops` as functions and launches kernels with less overhead.
     """
     import torch._functorch.config as functorch
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -61,16 +61,14 @@ def compile_with_inductor(
 
 
 def _needs_no_autograd(gm: fx.GraphModule) -> bool:
-    """Whether no op of the graph can use autograd inside: each is torch's or ours, or has an autograd kernel of its
-    own, inside which torch.library turns autograd off."""
+    """Whether each op is torch's or ours, or has an autograd kernel, inside which torch.library turns autograd off."""
     ops = {n.target for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
     foreign = (op.name() for op in ops if op.namespace not in _OPS_WITHOUT_AUTOGRAD)
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd") for name in foreign)
 
 
 def _below_autograd(call: Any) -> Callable[..., Any]:
-    """Skip the autograd dispatch of every op, which is not needed in a compiled graph. For a Python op
-    (`torch.library.custom_op`) that dispatch is in Python, too."""
+    """Skip the autograd dispatch of every op, which for a Python op (`torch.library.custom_op`) is in Python, too."""
     guard = torch._C._AutoDispatchBelowAutograd
 
     def run(inputs: Any) -> Any:
@@ -83,11 +81,8 @@ def _below_autograd(call: Any) -> Callable[..., Any]:
 def compile_with_interpreter(
     gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass, record: Callable[[], Any], looked_up: bool
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Run the same passes on the same graphs as `compile_with_inductor`, but let torch run the graphs.
-
-    AOTAutograd's cache stores them with what `record` returns after the passes, and loads them if `looked_up`. Also
-    returns the records of loaded graphs.
-    """
+    """Run the same passes on the same graphs, but let torch run the graphs. AOTAutograd's cache stores them with what
+    `record` returns after the passes, and loads them if `looked_up`. Also returns the records of loaded graphs."""
     from torch._inductor.compile_fx import compile_fx
 
     interpreted_graph.complete_values(gm)
@@ -134,10 +129,8 @@ class _Chain(CustomGraphPass):
 def _interpret(
     gm: fx.GraphModule, inputs: Sequence[Any], record: Callable[[], Any], **kwargs: Any
 ) -> Callable[[list[Any]], Any]:
-    """An `inner_compile` that stops after the post-grad passes: the graph's own Python code runs.
-
-    Boxed: the caller's references are dropped when the graph starts, so memory is freed as usual.
-    """
+    """An `inner_compile` that stops after the post-grad passes: the graph's own Python code runs. Boxed: the caller's
+    references are dropped when the graph starts, so memory is freed as usual."""
     from torch._inductor.compile_fx import _recursive_post_grad_passes
     from torch._inductor.virtualized import V
     from torch.fx.graph import _BoxedCodeGen
@@ -185,14 +178,13 @@ def _ranks_talk_while_compiling() -> bool:
 
 
 def cache_hits() -> int:
-    """Number of graphs loaded from Inductor's cache."""
     from torch._dynamo.utils import counters
 
     return counters["inductor"]["fxgraph_cache_hit"]
 
 
 def whole_hits() -> int:
-    """Number of graphs loaded from AOTAutograd's cache, together with their backward graphs."""
+    """Graphs loaded from AOTAutograd's cache, together with their backward graphs."""
     from torch._dynamo.utils import counters
 
     return counters["aot_autograd"]["autograd_cache_hit"]
@@ -218,11 +210,8 @@ def bind_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -> N
 
 
 def register_launch_lowering(op: Any) -> None:
-    """Lower an asynchronous collective so that Inductor keeps its input until the wait.
-
-    A plain fallback would let Inductor reuse the send buffer during the transfer. (It keeps only the first of several
-    inputs, so an op that takes a list has a send buffer of its own.)
-    """
+    """Lower an asynchronous collective so that Inductor keeps its input until the wait. (It keeps only the first of
+    several inputs, so an op that takes a list has a send buffer of its own.)"""
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
 
@@ -246,8 +235,8 @@ def keep_unused(ops: Iterable[torch._ops.OpOverload]) -> None:
 
 
 def backport_empty_grids() -> None:
-    """Before 2.13 a tiled Triton kernel over no elements divides by zero at launch. The patch applies to all models:
-    launch code may be generated long after the kernel was compiled, and nothing else in it changes."""
+    """Before 2.13 a tiled Triton kernel over no elements divides by zero at launch. Applies to all models: launch code
+    may be generated long after the kernel was compiled."""
     from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
 
     generate = Grid2DWithYZOverflow.generate
@@ -264,8 +253,7 @@ def backport_empty_grids() -> None:
 
 
 def backport_fake_of_fake() -> None:
-    """2.12's pattern matcher makes fakes of fakes, which checks whether an unknown size is 0. While a model is compiled
-    for freescale, existing fakes are returned."""
+    """2.12's pattern matcher makes fakes of fakes, which checks whether an unknown size is 0: return existing fakes."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     from_tensor = FakeTensorMode.from_tensor

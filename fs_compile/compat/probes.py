@@ -1,8 +1,5 @@
-"""All private names of torch and other libraries that freescale uses, in one table.
-
-A new release can break only this folder. tests/compile/test_compat.py checks the table on every supported version,
-`python -m freescale doctor` on the installed one. Tests check behavior.
-"""
+"""All private names of torch and other libraries that freescale uses, in one table: a new release can break only this
+folder. tests/compile/test_compat.py checks it on every version, `python -m freescale doctor` on the installed one."""
 
 from __future__ import annotations
 

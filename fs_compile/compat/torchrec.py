@@ -29,7 +29,6 @@ def qualified_name(module: Any) -> str:
 
 
 def sharding_env(module: Any) -> Any:
-    """Rank, world size and process group of a sharded module."""
     return module._env
 
 
@@ -54,7 +53,6 @@ def returns_indices(collection: Any) -> bool:
 
 
 def pooled_output_names(collection: Any) -> list[str]:
-    """The keys of a pooled collection's output, in order."""
     return collection._embedding_names
 
 
@@ -164,8 +162,8 @@ def flat_squares(emb: Any) -> torch.Tensor:
 
 
 def count_lookup(emb: Any) -> None:
-    """Increment the lookup counts of optimizers that count steps, including lookups in evaluation, as FBGEMM's forward
-    does: on the host, continuing from a checkpoint's count, and next to the rows for checkpoints."""
+    """Increment the lookup counts of optimizers that count steps, also in evaluation, as FBGEMM's forward does: on the
+    host, continuing from a checkpoint's count, and next to the rows for checkpoints."""
     emb.iter_cpu = emb.iter_cpu.cpu()
     if emb.iter_cpu.item() == 0:
         emb.iter_cpu.fill_(emb.iter.item())
@@ -212,7 +210,6 @@ def on_host_and_device(emb: Any) -> bool:
 
 
 def rows_and_dims(emb: Any) -> list[tuple[int, int]]:
-    """Rows and columns of each table."""
     return [(spec[0], spec[1]) for spec in emb.embedding_specs]
 
 

@@ -8,7 +8,6 @@ SUPPORTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 def torch_version() -> str:
-    """Major and minor version, such as "2.13"."""
     return ".".join(torch.__version__.split("+")[0].split(".")[:2])
 
 

@@ -1,8 +1,5 @@
-"""Count the rows that ranks share with the previous and the next batch, for all ranks in one process.
-
-tests/simulate/test_collisions.py compares the counts with the planner's. Only rows of some owners are drawn, see
-workload.py; a rank's counts are scaled to all of its ids.
-"""
+"""Count the rows that ranks share with the previous and the next batch, for all ranks in one process. Only rows of some
+owners are drawn, see workload.py; a rank's counts are scaled to all of its ids."""
 
 from __future__ import annotations
 

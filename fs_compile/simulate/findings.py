@@ -32,7 +32,6 @@ def before_and_after(outcomes: Sequence[Outcome]) -> tuple[Outcome, Outcome]:
 
 
 def less(before: float, after: float) -> float:
-    """The relative reduction."""
     return 1 - after / before if before else 0.0
 
 
@@ -134,7 +133,6 @@ def point_row(p: Point) -> dict[str, Any]:
 
 
 def described(study: Study) -> str:
-    """Description of the simulation."""
     w, c = study.source.workload, study.cluster
     counts = study.batches(False).counts[1:]
     colliding = np.mean([(x.urgent / np.maximum(x.unique, 1)).mean() for x in counts])

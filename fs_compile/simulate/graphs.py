@@ -1,8 +1,7 @@
 """Trace the graphs of a sequence recommender before freescale orders them, and derive the program from their order.
 
-The model is HSTU as seen by a compiler: one table, and blocks of two projections around an attention op. It is narrow,
-batches are short, and attention only has the shapes: nothing is timed, and the graphs are the same. Graphs do not
-depend on the number of ranks, so they are traced with a world size of one.
+The model is HSTU as seen by a compiler: one table, and blocks of two projections around an attention op, narrow and
+with short batches. Nothing is timed. Graphs do not depend on the number of ranks, so the traced world has one.
 """
 
 from __future__ import annotations
@@ -132,7 +131,6 @@ def _world_of_one() -> Iterator[None]:
 
 
 def trace(layers: int, look_ahead: bool) -> dict[str, TracedGraph]:
-    """Trace the "forward" and "backward" graphs."""
     found: dict[str, TracedGraph] = {}
 
     def keep(direction: str, name: str, graph: fx.Graph) -> None:
@@ -177,8 +175,7 @@ def program_of(
     bytes_per_second: float,
 ) -> Program:
     """The order that `overlap_attention` gives both graphs, as launches, waits and compute, for a rank with these
-    seconds of compute per step and a first batch that sends these bytes ("urgent rows", ...).
-    """
+    seconds of compute per step and a first batch that sends these bytes ("urgent rows", ...)."""
     total = {square: sum(_work(g, square) for g in graphs.values()) for square in (False, True)}
     program: list[Compute | Launch | Wait] = []
     for direction in ("forward", "backward"):

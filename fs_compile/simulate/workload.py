@@ -1,9 +1,8 @@
-"""Batches for many ranks: history lengths, and the ids that belong to the planned owners.
+"""Batches for many ranks: history lengths, and the ids that belong to the planned owners. A pure function of the seed.
 
-Generated ids follow Zipf's law over one large table, whose popular rows are spread over the owners. The exponent is
-chosen so that a given share of a rank's unique rows was used by any rank in the previous batch. Planning every id of
-256 ranks takes too long, so only ids of some owners' rows are drawn, for all ranks and with their true frequency.
-Everything is a pure function of the seed.
+Generated ids follow Zipf's law over one large table, with the exponent at which a given share of a rank's unique rows
+was used by any rank in the previous batch. Planning every id of 256 ranks takes too long, so only ids of some owners'
+rows are drawn, for all ranks and with their true frequency.
 """
 
 from __future__ import annotations
@@ -132,8 +131,8 @@ def zipf(random: np.random.Generator, count: int, rows: int, exponent: float) ->
 
 
 def colliding_share(exponent: float, rows: int, mine: float, everyone: float) -> float:
-    """Expected share of a rank's unique rows that any rank used in the previous batch, if a rank looks up `mine` values
-    and all ranks `everyone`."""
+    """Expected share of a rank's unique rows that any rank used in the previous batch; a rank looks up `mine`
+    values."""
     edges = np.arange(min(_HOT, rows) + 1, dtype=np.float64)
     if rows > _HOT:
         edges = np.concatenate([edges[:-1], np.geomspace(_HOT, rows, _GRID)])

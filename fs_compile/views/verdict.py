@@ -1,8 +1,5 @@
-"""The report's first sentences: how long ranks waited, the main cause and rank, what was hidden, and what to try.
-
-All of it is measured, over all ranks' steps except the first ones, which compile. A rank that waits for rows or
-gradients waits for the link, or for a rank that sends late because it has more work: the latter is `straggler`.
-"""
+"""The report's first sentences: how long ranks waited, the main cause and rank, what was hidden, and what to try. A
+rank that waits for rows waits for the link, or for a rank that sends late because it has more work: `straggler`."""
 
 from __future__ import annotations
 
@@ -53,8 +50,8 @@ def hidden_share(run: Run) -> float | None:
 
 
 def _waits(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean seconds per step of a rank by cause of the wait, over all tables. Waits for rows and gradients exclude
-    straggler time."""
+    """Mean seconds per step of a rank by cause, over all tables. Waits for rows and gradients exclude straggler
+    time."""
     waits: dict[str, float] = {}
     for step in steps:
         other = (LOADER, PLANNER, RENDEZVOUS)
