@@ -1,13 +1,9 @@
-"""Compressed average of dense gradients, with error feedback: only the largest values are sent, the others later.
+"""Compressed average of dense gradients, with error feedback: only the largest values of each block (compression.py)
+are sent, the others later. Every rank sums what it received in rank order, so the results are bit-identical.
 
-Each rank adds its error to its bucket, sends the largest values of each block (compression.py) to all other ranks, and
-keeps the rest as the new error. Every rank sums the received values in rank order, so the results are bit-identical on
-all ranks.
-
-The error of a parameter is the values not sent yet, so every value is sent eventually. It is part of the training state
-and belongs in checkpoints. After an optimizer step it is stored in `optimizer.state[p]` as "freescale_error", next to
-"freescale_error_rank". From then on the optimizer's state is the source of truth: what load_state_dict writes there is
-used from the next backward pass on. If the state has no error, or another rank's, the error starts at zero.
+The error of a parameter is the values not sent yet. It is part of the training state: after an optimizer step it is
+stored in `optimizer.state[p]` as "freescale_error", next to "freescale_error_rank". From then on that is the source of
+truth: what load_state_dict writes there is used next. If it has no error, or another rank's, the error starts at zero.
 """
 
 from __future__ import annotations
@@ -43,8 +39,8 @@ def start(
 def pack_with_error(
     gradients: list[torch.Tensor], errors: list[torch.Tensor], packing: compression.Packing
 ) -> torch.Tensor:
-    """Return the packed values; `errors` becomes the rest. Nothing is lost or rounded except in gradient + error.
-    Nonfinite values that do not fit in this message are dropped, since they would stay in the error forever."""
+    """Return the packed values; `errors` becomes the rest. Nonfinite values that do not fit in this message are
+    dropped, since they would stay in the error forever."""
     flat = torch.cat([(g + e).reshape(-1) for g, e in zip(gradients, errors, strict=True)])
     sent = row_packing.take_largest(flat[:, None], _one_slab(flat), packing, clear=True)
     flat.nan_to_num_(0.0, 0.0, 0.0)
@@ -73,8 +69,6 @@ ERROR, RANK = "freescale_error", "freescale_error_rank"
 
 
 class ParameterError:
-    """The error of one parameter."""
-
     def __init__(self, name: str, parameter: torch.Tensor | None) -> None:
         self.name = name
         self.parameter = None if parameter is None else weakref.ref(parameter)
@@ -138,8 +132,8 @@ _times_registered: Counter[str] = Counter()
 
 
 def register(parameter: torch.Tensor, preferred_name: str) -> str:
-    """Register a parameter and return the name by which ops find its error. The name is made unique in this process. It
-    is the same on every rank if all ranks build their models in the same order."""
+    """Register a parameter and return the name by which ops find its error: unique in this process, and the same on
+    every rank if all ranks build their models in the same order."""
     _keep_errors_in_states()
     known = _of(parameter, preferred_name)
     if _by_name.get(known.name) is known:
@@ -152,8 +146,7 @@ def register(parameter: torch.Tensor, preferred_name: str) -> str:
 
 
 def bind(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-    """Bind a graph's names to these parameters before the graph runs. Two models may share a graph; the errors are
-    those of the model whose step runs."""
+    """Bind a graph's names to these parameters before it runs: two models may share a graph."""
     for name, parameter in zip(names, parameters, strict=True):
         known = _by_name[name].parameter
         if known is None or known() is not parameter:
@@ -169,7 +162,6 @@ def _of(parameter: torch.Tensor, name: str) -> ParameterError:
 
 
 def errors_of(names: Sequence[str], gradients: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-    """The error tensors, to be updated in place."""
     global _rank
     _rank = rank
     for name in names:

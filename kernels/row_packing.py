@@ -41,8 +41,8 @@ class Packed:
 def pack(
     text: str, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int, launch_number: int
 ) -> Packed:
-    """Pack float32 rows [n, dim], grouped by peer, without this rank's own (see copy_own).
-    `launch_number`: determines, with a value's position, how `fp8:stochastic` rounds it."""
+    """Pack float32 rows [n, dim], grouped by peer, without this rank's own (see copy_own). `launch_number`: determines,
+    with a value's position, how `fp8:stochastic` rounds it."""
     packing, send, recv = parse(text), Slabs.of(send_counts, rank), Slabs.of(recv_counts, rank)
     unpack: Callable[[torch.Tensor, torch.Tensor], None]
     if packing.kind == "largest":

@@ -1,6 +1,5 @@
-"""Facts about a graph shared between passes: its exchanges, and why a pass could not apply. And its short text form for
-tests, logs and artifacts, `name = op(args)  # shape`, which is the same on every rank.
-"""
+"""Facts about a graph shared between passes: its exchanges, and why a pass could not apply. And its text for tests,
+logs and artifacts, `name = op(args)  # shape`, which is the same on every rank."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class GraphExchange:
 
 
 def exchanges(graph: fx.Graph) -> list[GraphExchange]:
-    """The exchanges marked by `find_exchanges`, in graph order."""
+    """In graph order."""
     return [n.meta[EXCHANGE_KEY] for n in graph.nodes if EXCHANGE_KEY in n.meta]
 
 
@@ -86,7 +85,6 @@ def annotate(node: fx.Node, origin: fx.Node) -> fx.Node:
 
 
 def last_wait(launch: fx.Node) -> fx.Node | None:
-    """The last wait of a launched tensor, None if the graph has none."""
     waits = waits_of(launch)
     return waits[-1] if waits else None
 

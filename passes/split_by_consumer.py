@@ -3,9 +3,8 @@
 Before:   out = wait(all_to_all_single(x, recv, send)) ; history = out[:, :a] ; candidates = out[:, a:]
 After:    history = wait(all_to_all_single(x[:, :a])) ; candidates = wait(all_to_all_single(x[:, a:]))
 
-Each consumer gets its own launch, in the order of first use; overlap_attention places the waits. Two kinds of slices
-are supported: along a trailing dimension of the result and, if all ranks send equal sizes, along dimension 1 of the
-result viewed as [ranks, rows per rank, ...].
+Each consumer gets its own launch, in the order of first use. Slices may be along a trailing dimension of the result or,
+if all ranks send equal sizes, along dimension 1 of the result viewed as [ranks, rows per rank, ...].
 """
 
 from __future__ import annotations
@@ -178,7 +177,7 @@ def apply(graph: fx.Graph, split: ConsumerSplit) -> None:
 
 
 def _erase_unused(graph: fx.Graph, source: fx.Node) -> None:
-    """Erase a node and all its users, which are now unused."""
+    """Erase all users of a node, which are now unused."""
     unused, todo = {source}, [source]
     while todo:
         new = [u for u in todo.pop().users if u not in unused]

@@ -1,7 +1,5 @@
-"""The C library of this package, built when freescale is installed (setup.py) and called through ctypes.
-
-ctypes releases the GIL during a call. The same work in Python would hold the GIL while the training thread needs it.
-"""
+"""The C library of this package, built when freescale is installed (setup.py) and called through ctypes, which releases
+the GIL during a call."""
 
 from __future__ import annotations
 
@@ -65,7 +63,6 @@ def _load() -> ctypes.CDLL:
 
 
 def sources_digest(folder: Path) -> str:
-    """Digest of the C code; setup.py compiles it into the library. File times do not survive every copy of a
-    checkout."""
+    """setup.py compiles it into the library. (File times do not survive every copy of a checkout.)"""
     files = sorted(folder.glob("*.[ch]"))
     return hashlib.sha256(b"".join(f.name.encode() + b"\0" + f.read_bytes() for f in files)).hexdigest()[:16]

@@ -1,8 +1,5 @@
-"""What ranks report to each other about a batch before planning it, and the errors that follow. On the CPU.
-
-TorchRec checks the lengths of a KeyedJaggedTensor only in the first batch, for pooled collections. Here every batch is
-checked, since a malformed one would be read past the end of its values; TorchRec's messages are kept where it has them.
-"""
+"""What ranks report to each other about a batch before planning it, and the errors that follow. On the CPU. TorchRec
+checks a KeyedJaggedTensor only in the first batch; here every one is checked, with its messages where it has them."""
 
 from __future__ import annotations
 
@@ -137,7 +134,6 @@ def compare_invalid_ids(
 
 
 def compare_weights(weights: int, ids: int, features: str, group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank has a different number of weights than of ids."""
     for rank, (n_weights, n_ids) in enumerate(_from_all((weights, ids), group)):
         if n_weights != n_ids:
             said = f"{n_weights} weights for {n_ids} ids of the features of {features}"

@@ -1,14 +1,10 @@
-"""Base class of the copying transports: a launch enqueues a whole all-to-all on streams.
+"""Base class of the copying transports: a launch enqueues every copy and signal of an all-to-all on streams (issue.py),
+and the device executes them without a host thread. (A message of very many pieces can fill the driver's queue; then the
+launch blocks until the device catches up.)
 
-A launch issues every copy and signal of its message at once, in stream order (issue.py), and the device executes them
-without a host thread. So the training thread never waits, and neither the GIL nor a busy host delays a transfer. (A
-message of very many pieces can fill the driver's queue, a few hundred pieces deep; then the launch blocks until the
-device catches up.)
-
-Failure: a watcher thread polls the messages in flight a few times per second. If a peer is gone, or a message exceeds
-the timeout, it records the error, then releases the waiting streams, so nothing hangs. What the device computes after
-that is garbage: the next launch, wait or `check` raises, and the transport stays unusable. A step calls `check` before
-it starts; code that reads the tables calls `drain`.
+Failure: a watcher thread polls the messages in flight. If a peer is gone, or a message exceeds the timeout, it records
+the error, then releases the waiting streams, so nothing hangs. What the device computes after that is garbage: the next
+launch, wait or `check` raises. A step calls `check` before it starts; code that reads the tables calls `drain`.
 """
 
 from __future__ import annotations
@@ -59,11 +55,8 @@ class TransportWork(dist.Work):
 
 
 class CopyTransport(ABC):
-    """All-to-alls of one group. A subclass defines the lanes of the pieces.
-
-    Its constructor opens resources through `_resources`, sets `liveness`, calls `_open_channels` and, last,
-    `_start_watching`.
-    """
+    """All-to-alls of one group. A subclass defines the lanes of the pieces: its constructor opens resources through
+    `_resources`, sets `liveness`, calls `_open_channels` and, last, `_start_watching`."""
 
     name: ClassVar[str]
     liveness: Liveness
@@ -154,8 +147,7 @@ class CopyTransport(ABC):
         self, level: int, stream: int, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor,
         recv_counts: torch.Tensor, row_bytes: int,
     ) -> Any:  # fmt: skip
-        """Issue all copies and signals of one message. Returns the event after the last, or None if the counts are
-        wrong."""
+        """Issue one message. Returns the event after the last copy, or None if the counts are wrong."""
         return self._issuer.launch(level, stream, x, out, send_counts, recv_counts, row_bytes)
 
     # ---- failure and shutdown --------------------------------------------------------------------------

@@ -1,12 +1,9 @@
-"""The all-to-all bandwidth of a process group, measured once per group at start-up.
+"""The all-to-all bandwidth of a process group, measured once per group at start-up. Passes read the `estimate` and
+never measure, since a pass may run on one rank alone (if the others hit the cache). It may only affect where launches
+are placed, and is not part of torch's cache keys: code loaded from a cache may have been compiled for another link.
 
-Passes read the `estimate` and never measure, since a pass may run on one rank alone (if the others hit the cache).
-
-A probe of 2 MB is noisy, so the best of several counts, rounded to a power of two: most runs on one link place launches
-alike. Code loaded from a cache may have been compiled for another link, so the estimate may only affect where launches
-are placed, and must not be part of torch's cache keys.
-
-`measure_transports` times several transports for the same all-to-all; `auto` chooses by it.
+A probe of 2 MB is noisy, so the best of several counts, rounded to a power of two. `measure_transports` times several
+transports for the same all-to-all; `auto` chooses by it.
 """
 
 from __future__ import annotations
@@ -77,10 +74,7 @@ _REPEATS = 3
 def measure_transports(
     transports: Mapping[str, Any], nbytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds per rank, by name; None is the group's own all-to-all. Collective.
-
-    A transport that fails on a rank took infinite time there.
-    """
+    """Seconds per rank, by name; None: the group's own all-to-all. Infinite where a transport fails. Collective."""
     everyone = cpu_group(group, distributed.timeout_of(group).total_seconds())
     rows = -(-size_of(nbytes) // (_ROW_BYTES * group.size()))  # per peer
     x = torch.zeros(rows * group.size(), _ROW_BYTES, dtype=torch.uint8, device=device)

@@ -2,9 +2,8 @@
 
     sender's device --copy engine--> slot --one-sided write--> slot --copy engine--> receiver's device
 
-For each priority, every rank has send and receive slots for every other rank. Device copies and signals work as in
-`staged`. Between slots NIXL writes by RDMA if UCX finds a network for it, else through shared memory or TCP. A thread
-per priority drives NIXL (nixl_relay.py), so a launch is a single call that never blocks.
+For each priority, every rank has send and receive slots for every other rank, and a thread that drives NIXL
+(nixl_relay.py). Device copies and signals work as in `staged`.
 """
 
 from __future__ import annotations

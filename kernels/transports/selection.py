@@ -3,11 +3,9 @@
     c10d     the group's own all-to-all
     staged   copy engines and memory that the ranks of one host share, no SM
     nixl     copy engines, host memory and NVIDIA's NIXL between hosts, no SM
-    auto     one of these, chosen at the first launch of a group
+    auto     one of these, chosen at the first launch of a group by all ranks together, from what each reports
 
-All ranks of a group choose together for `auto`, from what each reports about its machine, so the choice is the same on
-every rank: a transport must be supported by all. The choice is not part of a compiled graph or of torch's cache keys:
-code compiled on one cluster, or on a slow network, runs on another.
+The choice is not part of a compiled graph or of torch's cache keys: code compiled on one cluster runs on another.
 """
 
 from __future__ import annotations

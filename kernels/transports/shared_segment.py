@@ -1,10 +1,6 @@
 """Memory shared by all ranks of one host: an unnamed file in /dev/shm, which the kernel frees with the last process
-that has it open, regardless of how that process ends.
-
-Ranks first exchange their locations; memory is reserved only if all of them are on one host. Rank 0 opens the file and
-passes it to the others over Unix sockets with abstract addresses. Each rank locks one byte of the file. The kernel
-releases the lock when the process ends, so the others can detect it.
-"""
+that has it open. Rank 0 passes it to the others over Unix sockets with abstract addresses. Each rank locks one byte of
+it; the kernel releases the lock when the process ends, so the others can detect it."""
 
 from __future__ import annotations
 
@@ -196,10 +192,8 @@ _cpu_groups: dict[tuple[str, int, float], tuple[dist.ProcessGroup, dist.ProcessG
 
 
 def cpu_group(group: dist.ProcessGroup, timeout: float, number: int = 0) -> dist.ProcessGroup:
-    """A gloo group of the same ranks. Collective on first use.
-
-    Kept as long as `group`: a new group that reuses a destroyed group's name would find the old addresses.
-    """
+    """A gloo group of the same ranks. Collective on first use. Kept as long as `group`: a new group that reuses a
+    destroyed group's name would find the old addresses."""
     key = group.group_name, number, timeout
     known = _cpu_groups.get(key)
     if known is not None and known[0] is group:
