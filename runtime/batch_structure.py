@@ -1,8 +1,6 @@
-"""Batches of any structure: find the ids that the exchanges need, and move tensors to a device or to the host.
-
-A batch is a tensor, a KeyedJaggedTensor, or a dict, list, tuple or dataclass of batches. A feature is a key of a
-KeyedJaggedTensor, or a dict key or field name whose value is an integer tensor.
-"""
+"""Batches of any structure: find the ids that the exchanges need, and move tensors to a device or to the host. A batch
+is a tensor, a KeyedJaggedTensor, or a dict, list, tuple or dataclass of batches. A feature is a key of a
+KeyedJaggedTensor, or a dict key or field name whose value is an integer tensor."""
 
 from __future__ import annotations
 
@@ -37,7 +35,6 @@ def children(x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _named_leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """`leaves`, each with its key or field name."""
     if is_kjt(x) or isinstance(x, torch.Tensor):
         yield name, x
     else:
@@ -46,8 +43,8 @@ def _named_leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _find_features(batch: Any, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (feature, tensor or KeyedJaggedTensor with its ids) for each occurrence of a wanted feature. A tensor with
-    the same name as a key of a KeyedJaggedTensor is not that feature: it may be a label."""
+    """(feature, tensor or KeyedJaggedTensor with its ids) for each occurrence of a wanted feature. A tensor with the
+    same name as a key of a KeyedJaggedTensor is not that feature: it may be a label."""
     named, wanted = list(_named_leaves("", batch)), set(wanted)
     keys = {key for _, x in named if is_kjt(x) for key in x.keys()}
     for name, x in named:
@@ -58,7 +55,6 @@ def _find_features(batch: Any, wanted: Collection[str]) -> Iterator[tuple[str, A
 
 
 def id_holders(batch: Any, wanted: Sequence[str]) -> list[Any]:
-    """The tensors and KeyedJaggedTensors of the batch that hold ids of the wanted features."""
     return list({id(x): x for _, x in _find_features(batch, wanted)}.values())
 
 
@@ -76,9 +72,8 @@ def leaves(x: Any) -> Iterator[Any]:
 
 
 def feature_ids_and_counts(batch: Any, wanted: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """The ids of each wanted feature, on the CPU, and the number of values per key of the KeyedJaggedTensors that hold
-    the ids, for all keys, unless two of them differ. Raises if a feature is missing or ambiguous. It may be in the
-    batch several times, with the same ids (some pipelines want every feature in one KeyedJaggedTensor besides)."""
+    """The ids of each wanted feature, on the CPU, and the number of values per key of the KeyedJaggedTensors with ids,
+    unless two of these differ. Raises if a feature is missing, or in the batch several times with different ids."""
     ids: dict[str, torch.Tensor] = {}
     places = list(_find_features(batch, wanted))
     host = _ids_on_host([x for _, x in places])
@@ -199,7 +194,6 @@ def map_leaves(x: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_children(x: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of x with `change(child)` for each child, in the order of `children`."""
     if type(x) is dict:
         return {k: change(v) for k, v in x.items()}
     if isinstance(x, MutableMapping):

@@ -1,4 +1,4 @@
-"""`FREESCALE_RECORD=DIR`: one file per rank, appended with one JSON line per event.
+"""`FREESCALE_RECORD=DIR`: one file per rank, with one JSON line per event, for `python -m freescale report DIR`.
 
     start     run, rank, world, versions, device; the first line
     graph     what was found and what each pass did, or why not; also for graphs loaded from torch's caches;
@@ -10,9 +10,7 @@
     balance   an entry of LookaheadLoader.balance_stats()
     end       the process exited normally; the last line
 
-The training thread only appends to a queue. A separate thread writes once a second, so a killed process loses at most
-the last second. If the file cannot be written, the recording stops with a warning; training continues.
-Read it with `python -m freescale report DIR`.
+A separate thread writes once a second. If the file cannot be written, the recording stops with a warning.
 """
 
 from __future__ import annotations

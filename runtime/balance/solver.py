@@ -1,8 +1,5 @@
-"""`balance(costs, ranks)`: assign samples to ranks so that all ranks have the same amount of work.
-
-NumPy only: no process group, clock or random numbers. Ranks with the same arguments get the same result. It moves no
-data and is independent of batches. The methods are in assignment.py, the swaps in swaps.py.
-"""
+"""`balance(costs, ranks)`: assign samples to ranks so that all ranks have the same amount of work. No process group,
+clock or random numbers: ranks with the same arguments get the same result. It moves no data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Values in a batch that are split by sample, one class per kind. Each converts to a column and back.
-
-Rows stay on their device. Lengths are needed on the CPU, and the caller copies those of all leaves at once.
-"""
+"""Values in a batch that are split by sample, one class per kind. Each converts to a column and back. Rows stay on
+their device. Lengths are needed on the CPU, and the caller copies those of all leaves at once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The data of a batch as columns that are split by sample: select samples, or send them to other ranks.
-
-A column knows its number of rows per sample; for a dense tensor it is one. All columns of a batch are exchanged in two
-collectives: one all-to-all of lengths, then one of bytes. Data that stays on its rank is not sent. Messages are on the
-CPU; tensors on a device are packed there, see device_packing.py. split_batch.py converts batches to columns.
-"""
+"""The data of a batch as columns that are split by sample: select samples, or send them to other ranks, all columns in
+two collectives, one of lengths, then one of bytes. Data that stays on its rank is not sent. Messages are on the CPU;
+tensors on a device are packed there, see device_packing.py. split_batch.py converts batches to columns."""
 
 from __future__ import annotations
 
@@ -65,7 +62,6 @@ def sizes(columns: Sequence[Column], samples: int) -> np.ndarray:
 
 
 def select(c: Column, chosen: np.ndarray) -> Column:
-    """The chosen samples, in the given order."""
     index, lengths = chosen, None
     if c.lengths is not None:
         lengths = c.lengths[:, chosen]
@@ -77,11 +73,8 @@ def select(c: Column, chosen: np.ndarray) -> Column:
 def exchange(
     columns: Sequence[Column], destination: np.ndarray, arriving: np.ndarray, group: dist.ProcessGroup
 ) -> list[Column]:
-    """Send each sample to the rank `destination[sample]`; `arriving[rank]` samples arrive from each rank.
-
-    Arrived samples are ordered by source rank, then by their order there. Collective; columns must have the same schema
-    on all ranks.
-    """
+    """Send each sample to the rank `destination[sample]`; `arriving[rank]` samples arrive from each rank, in its order.
+    Columns must have the same schema on all ranks. Collective."""
     order, leaving = np.argsort(destination, kind="stable"), np.bincount(destination, minlength=group.size())
     samples, lengths = int(arriving.sum()), _exchange_lengths(columns, order, leaving, arriving, group)
     tensors = [r for c in columns for r in c.rows]
@@ -108,7 +101,6 @@ def exchange(
 
 
 def _on_device(rows: torch.Tensor) -> bool:
-    """Whether the tensor is packed on its device rather than here."""
     return rows.device.type != "cpu"
 
 
@@ -165,7 +157,7 @@ def _exchange_lengths(
 def _host_pieces(
     rows: torch.Tensor, lengths: np.ndarray | None, order: np.ndarray, leaving: np.ndarray
 ) -> list[torch.Tensor]:
-    """For each rank, the bytes to send, ordered by feature, then by sample. Empty for tensors that are packed on their
+    """For each rank, the bytes to send, ordered by feature, then by sample. Empty for tensors packed on their
     device."""
     if _on_device(rows):
         return []

@@ -1,11 +1,9 @@
 """Split a batch into columns of samples, and build a batch of the same structure from other columns.
 
-Split by sample: KeyedJaggedTensors, tensors and numeric arrays [samples, ...], and lists and tuples of other Python
-objects, one per sample (strings, dicts; these are pickled). A 1-D tensor `x` next to `x_lengths` [samples] or
-`x_offsets` [samples + 1] in a dict, dataclass or named tuple is jagged. Numbers, strings, None, 0-D tensors and fields
-that the user lists belong to the whole batch and stay. Anything else is an error that names it.
-
-Rows stay on their device, lengths are copied to the CPU. The new batch's parts are on the devices of the old ones.
+Split by sample: KeyedJaggedTensors, tensors and numeric arrays [samples, ...], lists and tuples of other Python
+objects, one per sample (pickled), and a 1-D tensor `x` next to `x_lengths` [samples] or `x_offsets` [samples + 1] in a
+dict, dataclass or named tuple. Numbers, strings, None, 0-D tensors and fields that the user lists belong to the whole
+batch and stay. Anything else is an error that names it.
 """
 
 from __future__ import annotations
@@ -79,7 +77,6 @@ class SplitBatch:
 
 def split(batch: Any, shared: Sequence[str] = ()) -> SplitBatch:
     """Raises if a field cannot be split by sample, or has a different number of samples than the rest of the batch.
-
     `shared`: paths of fields that belong to the whole batch."""
     missing = dict.fromkeys(shared, True)
     leaves = list(_leaves((), batch, missing))
@@ -100,8 +97,7 @@ def split(batch: Any, shared: Sequence[str] = ()) -> SplitBatch:
 
 
 def _leaves(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf]:
-    """The leaves of a batch, or of its part at `path`. `shared`: paths of values that belong to the whole batch, each
-    True until found."""
+    """The leaves of a batch, or of its part at `path`. `shared`: as in `split`, each True until found."""
     name = ".".join(path)
     if name in shared:
         shared[name] = False

@@ -2,9 +2,7 @@
 
 On a GPU our kernel applies the optimizer to FBGEMM's storage, with FBGEMM's formulas. FBGEMM itself handles weight
 decay, max_norm, float16 rows (with its own rounding) and everything on the CPU. Adam is always ours: FBGEMM would count
-a late update as a step, and has no Adam on the CPU.
-
-Tables of a module that pools may differ in width; one exchange handles one width.
+a late update as a step, and has no Adam on the CPU. An exchange handles one width of a module that pools.
 """
 
 from __future__ import annotations
@@ -78,10 +76,7 @@ class FbgemmTable:
             apply(rows, grads)
 
     def _apply_fbgemm(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """Run FBGEMM's fused optimizer through its public lookup: one index and one gradient per row.
-
-        No host sync: rows are ascending, so searchsorted finds where each table starts.
-        """
+        """Run FBGEMM's fused optimizer through its public lookup: one index and one gradient per row. No host sync."""
         with dynamo.autograd_inside_op():
             offsets = torch.searchsorted(rows, self._table_starts)[self._tables_before]
             embeddings = self.emb(self._table_and_row(rows)[1], offsets)
@@ -225,8 +220,7 @@ class FbgemmBags(FbgemmTable):
         return self.weight.index_select(0, self._first_elements[table] + row * self.dim).to(self.row_dtype)
 
     def _apply_fbgemm(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """The same with one bag and one gradient per row. A batch has a bag for every feature, so the bag count is the
-        largest row count of any table."""
+        """The same with one bag and one gradient per row. Every feature has as many bags as the largest row count."""
         ends = torch.searchsorted(rows, self._table_starts).tolist()  # host sync
         counts = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
         if max(counts) == 0:
@@ -261,8 +255,7 @@ class FbgemmBags(FbgemmTable):
 
 
 class PooledBytes:
-    """What one loader's exchanges of pooled features receive, compared with what they would if the owners pooled.
-    Warns when that would be less."""
+    """What one loader's exchanges of pooled features receive, and would receive if owners pooled. Warns of more."""
 
     def __init__(self) -> None:
         self._batches: Counter[str] = Counter()

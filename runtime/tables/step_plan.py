@@ -1,9 +1,5 @@
-"""The plan of one step of one exchange as tensors on the model's device, and the state passed between steps.
-
-Plans are made by the LookaheadLoader and read inside the graph by Exchange.lookup. All state that lives between two
-steps is here: `arrived` (rows in flight for the step) and `before.grad` (gradients of the previous step that are not
-sent yet).
-"""
+"""The plan of one step of one exchange as tensors on the model's device, read inside the graph by Exchange.lookup, and
+the only state between two steps: `arrived` (rows in flight) and `before.grad` (unsent gradients of the step before)."""
 
 from __future__ import annotations
 
@@ -85,8 +81,6 @@ class UrgentGradients(NamedTuple):
 
 @dataclass
 class LateGradients:
-    """Gradients deferred to the next step: `grad` on the requester, the rest to apply them on the owner."""
-
     grad: torch.Tensor  # [n, dim]
     update: OwnerUpdate
     counts: Counts  # to owners, from requesters
@@ -158,8 +152,7 @@ def plan_rows(
     number: int, arrays: Sequence[torch.Tensor], value_counts: ValueCounts, counts: ExchangeCounts, urgent_entries: int,
     anchor: torch.Tensor, whole: bool = False,
 ) -> StepPlan:  # fmt: skip
-    """The forward half. `arrays`: as native_plan.ROWS_ARRAYS. `anchor`: of the table's dtype and device. `whole`: no
-    row is early, and the graph does not use the tensors of early rows."""
+    """The forward half. `arrays`: as native_plan.ROWS_ARRAYS. `anchor`: of the table's dtype and device."""
     ids, inverse, order, ends, early_rows, urgent_rows = arrays
     n_urgent = sum(counts.urgent_recv.tolist())
     n_early = ends.shape[0] - n_urgent  # not from other_recv, which is zero if no rank sends early rows
@@ -191,8 +184,7 @@ def plan_rows(
 
 
 def plan_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: ExchangeCounts) -> None:
-    """The backward half. `arrays`: as native_plan.GRADIENT_ARRAYS; for a self-contained plan, the first of them, since
-    no gradients are late."""
+    """The backward half. `arrays`: as native_plan.GRADIENT_ARRAYS; for a self-contained plan, the first of them."""
     keys, rows, order, ends, *late = arrays
     for c in counts:
         dynamo.mark_static(c)

@@ -1,7 +1,5 @@
-"""An exchange as seen by the model's forward: ids in, embeddings out; backward applies gradients to the table.
-
-Dynamo traces all of `lookup`: tensors and ops only, no data-dependent Python.
-"""
+"""An exchange as seen by the model's forward: ids in, embeddings out; backward applies gradients to the table. Dynamo
+traces all of `lookup`: tensors and ops only, no data-dependent Python."""
 
 from __future__ import annotations
 
@@ -60,10 +58,8 @@ NO_LENGTHS, NO_BAGS = KeyedLengths(), Bags()
 
 
 class Exchange:
-    """The rows of one group of tables on one process group.
-
-    `entries`: the (feature, table) pairs to look up. `table`: storage and optimizer of the rows that this rank owns.
-    """
+    """The rows of one group of tables on one process group. `entries`: the (feature, table) pairs to look up. `table`:
+    storage and optimizer of the rows that this rank owns."""
 
     def __init__(
         self,

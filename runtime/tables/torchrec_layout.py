@@ -1,9 +1,5 @@
-"""Which rows of a TorchRec collection share an exchange.
-
-TorchRec cuts tables into shards by rows and columns, and groups a rank's shards into FBGEMM modules. Here, column-wise
-shards of a table are tables of their own, each with its owners, and are joined after the exchange. An exchange handles
-all tables of one width in one module of each rank.
-"""
+"""Which rows of a TorchRec collection share an exchange: all tables of one width in one FBGEMM module of each rank.
+Column-wise shards of a table are tables of their own here, each with its owners, and are joined after the exchange."""
 
 from __future__ import annotations
 

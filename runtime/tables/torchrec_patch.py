@@ -1,9 +1,6 @@
-"""Patches of TorchRec's classes, applied once per process when the backend's name is first used.
-
-ShardedEmbeddingCollection and ShardedEmbeddingBagCollection get a forward that Dynamo can trace. While tracing, each
-collection is checked once; an unsupported one keeps TorchRec's own forward, outside the graph. Outside torch.compile
-nothing changes. Watchers of TorchRec's optimizers are called before optimizer state is read or loaded.
-"""
+"""Patches of TorchRec's classes, applied once per process when the backend's name is first used. Sharded collections
+get a forward that Dynamo can trace; an unsupported one keeps TorchRec's own, outside the graph. Outside torch.compile
+nothing changes. Watchers of TorchRec's optimizers are called before optimizer state is read or loaded."""
 
 from __future__ import annotations
 
@@ -176,8 +173,8 @@ def _call_watchers_first(method: Any, callback: str) -> Any:
 
 
 def _updates_any(optimizer: Any, modules: list[Any]) -> bool:
-    """Whether the optimizer updates rows of these modules. The result is the same on every rank: a collection's own
-    optimizer exists even on a rank that holds none of its rows."""
+    """Whether the optimizer updates rows of these modules; the same on every rank, since a collection's own optimizer
+    exists even on a rank that holds none of its rows."""
     parts = list(torchrec.optimizers_within(optimizer))
     for module in modules:
         tables = torchrec_collection.existing_tables_of(module)
