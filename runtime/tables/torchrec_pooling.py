@@ -29,8 +29,7 @@ class PooledTables(CollectionTables):
         self.pooling: list[list[int]] = []  # per exchange, per entry
         self._means_of_sums = torchrec.divides_sums(collection)
         super().__init__(collection)
-        self.keys = torchrec.pooled_output_names(collection)
-        self.key_widths = torchrec.pooled_output_widths(collection)
+        self.keys, self.key_widths = torchrec.pooled_outputs(collection)
         self.in_order = [part for key in self.keys for part in self.joined.get(key, [key])]
 
     def _add_exchange(self, collection: Any, kind: str, layout: ExchangeLayout, lookup: Any) -> None:
