@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ from freescale.kernels.ops.schemas import direct_ops
 from freescale.kernels.transports import open_transports
 from freescale.runtime import agreement
 from freescale.runtime.tables import torchrec_support
-
-log = logging.getLogger(__name__)
 
 # frame -> number of compilations; more than 1 is a recompilation.
 COMPILED: dict[str, int] = {}

@@ -8,6 +8,7 @@ compiled for, and these differ between ranks. So the first rank of a host gets a
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -22,11 +23,6 @@ from torch import fx
 
 from freescale.compat import inductor
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
-
 log = logging.getLogger(__name__)
 
 _PAUSE = 0.05  # seconds between polls of the file
@@ -37,7 +33,7 @@ _FIRST_RANK = "first_rank"  # written next to the locks: the first rank uses thi
 @contextlib.contextmanager
 def compiling_once(gm: fx.GraphModule, settings: str, seconds: float) -> Iterator[None]:
     """Compile a graph inside: alone, or after the process that is compiling it (waiting at most `seconds`)."""
-    file = _open(gm, settings) if fcntl is not None and inductor.waiting_for_caches_pays() else None
+    file = _open(gm, settings) if inductor.waiting_for_caches_pays() else None
     if file is None:
         yield
         return

@@ -35,7 +35,7 @@ _MOMENT = 5.0  # seconds
 def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> Callable[[Sequence[Any]], None] | None:
     """Mark the parameters of a Dynamo graph. Returns a function to call with the graph's arguments before its first
     run; None if there is nothing to average."""
-    if cfg.dense == "off" or not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):
+    if cfg.dense == "off" or not torch.is_grad_enabled() or not dist.is_initialized():
         return None
     group_name = _group_name(gm)
     if distributed.group_by_name(group_name).size() == 1:
@@ -79,9 +79,7 @@ def before_each_run(gm: fx.GraphModule, cfg: Config) -> Callable[[Sequence[Any]]
 def _mark(gm: fx.GraphModule, parameters: list[ParameterInput], group_name: str) -> list[ParameterInput]:
     """Mark those that the graph uses. Their gradients are complete in the reverse order of first use."""
     position = {n: i for i, n in enumerate(gm.graph.nodes)}
-    first_use = {
-        p.index: min((position[u] for u in p.node.users if u.op != "output"), default=-1) for p in parameters
-    }
+    first_use = {p.index: min((position[u] for u in p.node.users if u.op != "output"), default=-1) for p in parameters}
     used = [p for p in parameters if first_use[p.index] >= 0]
     used.sort(key=lambda p: (-first_use[p.index], -p.index))
     behind_inputs = next(n for n in gm.graph.nodes if n.op != "placeholder")

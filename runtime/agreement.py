@@ -52,7 +52,7 @@ def _looks(seconds: float) -> Iterator[None]:
 
 
 def _has_peers() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 class _Agreement:

@@ -57,7 +57,7 @@ class Recorder:
     """Appends to one file. Its methods only queue, and are thread-safe."""
 
     def __init__(self, folder: str) -> None:
-        in_world = dist.is_available() and dist.is_initialized()
+        in_world = dist.is_initialized()
         self.rank, world = (dist.get_rank(), dist.get_world_size()) if in_world else (0, 1)
         self.run = _run_name(in_world)
         self.path = Path(folder) / f"{self.run}-rank{self.rank:05d}.jsonl"
