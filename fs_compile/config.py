@@ -108,12 +108,8 @@ class Config:
         "gradients in `fp8` use stochastic rounding",
         ("fp32", "fp16", "bf16", "fp8"),
     )
-    progress: bool = _flag(
-        True, "Rank 0 reports on standard error which graph is compiling, and how long it took"
-    )
-    record: str = _flag(
-        "", "Folder for a recording, one file per rank, for `python -m freescale report`; empty: none"
-    )
+    progress: bool = _flag(True, "Rank 0 reports on standard error which graph is compiling, and how long it took")
+    record: str = _flag("", "Folder for a recording, one file per rank, for `python -m freescale report`; empty: none")
 
     def __post_init__(self) -> None:
         self.enabled_passes()

@@ -242,7 +242,8 @@ def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
     out = x.new_empty((n, row_bytes), dtype=torch.uint8)
     if n and dim:
         grid, rows, values, warps = _shape(n, row_bytes)
-        salt = salt_of(launch_number or 0)
+        # as a signed 32-bit number, so that all launches share one kernel
+        salt = ((launch_number or 0) * SECOND_PRIME + 2**31) % 2**32 - 2**31
         constants = dim, row_bytes, FIRST_PRIME, launch_number is not None, rows, values
         launch(_to_fp8, grid, x.view(torch.int32), out, out.view(torch.int32), n, salt, *constants, num_warps=warps)
     return out
@@ -255,8 +256,3 @@ def from_fp8(packed: torch.Tensor, out: torch.Tensor) -> None:
         grid, rows, values, warps = _shape(n, packed.shape[1])
         constants = dim, packed.shape[1], rows, values
         launch(_from_fp8, grid, packed, packed.view(torch.int32), out, n, *constants, num_warps=warps)
-
-
-def salt_of(launch_number: int) -> int:
-    """The launch's salt as a signed 32-bit number, so that all launches share one kernel."""
-    return (launch_number * SECOND_PRIME + 2**31) % 2**32 - 2**31

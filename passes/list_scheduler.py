@@ -147,9 +147,6 @@ class ListScheduler:
         bytes_per_second = self.bytes_per_second or link_speed.estimate(argument(x.launch, "group_name"))
         return max(node_cost.wire_seconds(y.bytes, bytes_per_second) for y in same_size)
 
-    def _urgent_in_flight(self) -> bool:
-        return any(n not in self.scheduled for x in self.urgent for n in (x.launch, *waits_of(x.launch)))
-
     def _schedule_dense(self, pending: Order) -> Order:
         """Launch what is ready after the urgent gradients should have arrived; return the rest."""
         if any(self.now < self.wire.arrival.get(x.launch, self.now + 1.0) for x in self.urgent):
@@ -161,7 +158,8 @@ class ListScheduler:
 
     def _schedule_background(self, pending: Order) -> Order:
         """Schedule the nodes whose time has come; return the rest."""
-        if pending and self._urgent_in_flight():
+        in_flight = (n not in self.scheduled for x in self.urgent for n in (x.launch, *waits_of(x.launch)))
+        if pending and any(in_flight):
             return pending
         while pending:
             x = self.exchange_of_wait.get(pending[0])

@@ -28,7 +28,7 @@ def predecessors(nodes: Order, last_launches: Order) -> dict[fx.Node, dict[fx.No
 
     last = set(last_launches)
     chain([*(n for n in nodes if is_collective(n) and n not in last), *last_launches])
-    chain(n for n in nodes if _is_random(n))
+    chain(n for n in nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()))
     _keep_mutations(nodes, before)
     output = nodes[-1]
     for node in nodes[:-1]:
@@ -43,10 +43,6 @@ def is_collective(node: fx.Node) -> bool:
     if "c10d" in node.target.namespace:
         return True
     return any(a.name in ("group_name", "group") for a in node.target._schema.arguments)
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _keep_mutations(nodes: Order, before: dict[fx.Node, dict[fx.Node, None]]) -> None:

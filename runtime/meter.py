@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
@@ -289,7 +290,7 @@ def is_known(step: FinishedStep) -> bool:
 def record_averages(model: torch.nn.Module, tables: Sequence[str], device: torch.device) -> Callable[[], None]:
     """With DDP, attribute the wait for its gradient averaging to dense gradients: the wait at the end of a backward
     pass that updates the `tables`. Return a function that undoes this."""
-    if not distributed.wraps_in_ddp(model):
+    if not any(isinstance(m, DistributedDataParallel) for m in model.modules()):
         return lambda: None
     updated = 0
 

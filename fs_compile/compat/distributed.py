@@ -42,9 +42,7 @@ def devices_of_group(group: dist.ProcessGroup) -> tuple[str, ...]:
     return tuple(d.type for d in group._device_types)
 
 
-def gather_ints(
-    mine: Sequence[int], group: dist.ProcessGroup, timeout: timedelta = timedelta(0)
-) -> list[list[int]]:
+def gather_ints(mine: Sequence[int], group: dist.ProcessGroup, timeout: timedelta = timedelta(0)) -> list[list[int]]:
     """In rank order. `timeout`: if different from the group's."""
     said, heard = np.array(mine, dtype=np.int64), np.empty((group.size(), len(mine)), dtype=np.int64)
     group._allgather_base(torch.from_numpy(heard.reshape(-1)), torch.from_numpy(said)).wait(timeout)
@@ -63,9 +61,7 @@ def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     dist._broadcast_coalesced(group, tensors, 25 << 20, 0)
 
 
-def all_to_all(
-    out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup
-) -> None:
+def all_to_all(out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup) -> None:
     """dist.all_to_all_single without its overhead, which takes as long as a small message."""
     group.alltoall_base(out, x, recv, send).wait()
 
@@ -75,10 +71,6 @@ def around_end_of_backward(begin: Callable[[], Callable[[], None]]) -> None:
     what `begin` returned is called."""
     engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
     engine.queue_callback(lambda: engine.queue_callback(begin()))
-
-
-def wraps_in_ddp(model: torch.nn.Module) -> bool:
-    return any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in model.modules())
 
 
 def start_all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

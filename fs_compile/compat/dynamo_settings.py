@@ -63,18 +63,14 @@ def shape_settings(dynamic: bool) -> dict[str, Any]:
     return {"use_duck_shape": False} if dynamic else {}  # sizes may be equal by chance in the first batch
 
 
-def _configs() -> tuple[Any, Any]:
-    import torch._dynamo.config as dynamo
-    import torch.fx.experimental._config as shapes
-
-    return dynamo, shapes
-
-
 @contextlib.contextmanager
 def tracing(dynamic: bool) -> Iterator[None]:
     """The settings hold inside, in this thread or process as torch's own `patch` does."""
-    dynamo, shapes = _configs()
-    with compiling(), dynamo.patch(dynamo_settings(dynamic)), shapes.patch(shape_settings(dynamic)):
+    import torch._dynamo.config as dynamo
+    import torch.fx.experimental._config as shapes
+
+    patch_shapes: Any = shapes.patch  # type: ignore[attr-defined]
+    with compiling(), dynamo.patch(dynamo_settings(dynamic)), patch_shapes(shape_settings(dynamic)):
         yield
 
 

@@ -17,9 +17,7 @@ _YIELDS = ("YIELD_VALUE", "RESUME")
 _RAISES = ("RERAISE", "RAISE_VARARGS")
 
 
-def describe_exception(
-    frame: FrameType | None, closed: BaseException | None = None, handled_before: int = 0
-) -> str:
+def describe_exception(frame: FrameType | None, closed: BaseException | None = None, handled_before: int = 0) -> str:
     """The exception that leaves the frame which has closed a generator; else the one handled when it was `closed`,
     unless that was handled when the loop began (`handled_before`: its id); "" where there is neither."""
     if frame is None:

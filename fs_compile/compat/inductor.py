@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -226,12 +226,6 @@ def register_launch_lowering(op: Any) -> None:
 def ops_of(namespace: str) -> list[torch._ops.OpOverload]:
     names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::"))
     return [getattr(getattr(torch.ops, namespace), n.partition("::")[2]).default for n in names]
-
-
-def keep_unused(ops: Iterable[torch._ops.OpOverload]) -> None:
-    """Keep calls of these ops in a graph even if their results are unused."""
-    for op in ops:
-        torch.fx.node.has_side_effect(op)
 
 
 def backport_empty_grids() -> None:

@@ -128,7 +128,8 @@ NIXL: Names = {
 
 def self_test() -> None:
     """Raise if a name is missing. Cheap; needs no process group and no GPU."""
-    version.require_supported()
+    if version.torch_version() not in version.SUPPORTED:
+        raise RuntimeError(f"freescale supports torch {', '.join(version.SUPPORTED)}; found {torch.__version__}")
     for library, released, names in _installed():
         if gone := missing(names):
             beside = "" if library == "torch" else f" (with torch {torch.__version__})"

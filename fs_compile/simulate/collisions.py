@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from freescale.simulate.workload import Batch, spans
+from freescale.runtime.samples.sample_columns import spans
+from freescale.simulate.workload import Batch
 
 
 class Counts(NamedTuple):

@@ -67,10 +67,8 @@ def part_shares(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
             saved["step_ms"] += (without.step_ms - with_it.step_ms) / len(orders)
         found[part] = saved
     before, none = before_and_after(outcomes)[0], of[False, False, False]
-    found["the rest"] = {
-        "bubbles_ms": bubbles_ms(before) - bubbles_ms(none),
-        "step_ms": before.step_ms - none.step_ms,
-    }
+    rest = bubbles_ms(before) - bubbles_ms(none)
+    found["the rest"] = {"bubbles_ms": rest, "step_ms": before.step_ms - none.step_ms}
     return found
 
 

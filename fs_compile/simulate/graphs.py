@@ -176,7 +176,10 @@ def program_of(
 ) -> Program:
     """The order that `overlap_attention` gives both graphs, as launches, waits and compute, for a rank with these
     seconds of compute per step and a first batch that sends these bytes ("urgent rows", ...)."""
-    total = {square: sum(_work(g, square) for g in graphs.values()) for square in (False, True)}
+    total = {False: 0.0, True: 0.0}  # floating-point operations, by whether they are quadratic in the length
+    for graph in graphs.values():
+        for n in graph.nodes:
+            total[n in graph.square] += graph.flops[n]
     program: list[Compute | Launch | Wait] = []
     for direction in ("forward", "backward"):
         graph = graphs[direction]
@@ -186,10 +189,6 @@ def program_of(
         order = best_order(graph.nodes, sized, seconds, bytes_per_second, graph.max_bytes)
         program += _instructions(order, graph, shares)
     return _joined(program)
-
-
-def _work(graph: TracedGraph, square: bool) -> float:
-    return sum(f for n, f in graph.flops.items() if (n in graph.square) == square)
 
 
 def _name(x: object) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from freescale.runtime.samples.sample_columns import spans
 from freescale.simulate.cluster import InputError
 
 _SCATTER = 2654435761  # a prime: rows of similar popularity have different owners
@@ -115,12 +116,6 @@ def _read_histories(path: Path) -> tuple[np.ndarray, np.ndarray]:
         total = int(found["lengths"].sum())
         raise InputError(f"{path}: lengths add up to {total}, but there are {len(found['ids'])} ids")
     return found["lengths"].astype(np.int64), found["ids"].astype(np.int64)
-
-
-def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Concatenated ranges: lengths[0] values from starts[0], lengths[1] values from starts[1], ..."""
-    before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
 def zipf(random: np.random.Generator, count: int, rows: int, exponent: float) -> np.ndarray:

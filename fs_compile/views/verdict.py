@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from freescale.views.records import LOADER, PLANNER, RENDEZVOUS, Run, mean, settled
+from freescale.views.records import BETWEEN_STEPS, LOADER, PLANNER, Run, mean, settled
 
 HIDDEN = 50e-6  # seconds: a message with a shorter wait counts as hidden
 _LITTLE = 0.02  # share of a step: no advice below
@@ -54,8 +54,7 @@ def _waits(steps: list[dict[str, Any]]) -> dict[str, float]:
     time."""
     waits: dict[str, float] = {}
     for step in steps:
-        other = (LOADER, PLANNER, RENDEZVOUS)
-        travelled = {name: seconds for name, seconds in step["waits"].items() if name not in other}
+        travelled = {name: seconds for name, seconds in step["waits"].items() if name not in BETWEEN_STEPS}
         share = step["exposed"] / (sum(travelled.values()) or 1.0)
         parts = {name: step["waits"].get(name, 0.0) for name in (LOADER, PLANNER)}
         parts |= {name: step[name] for name in ("straggler", "host_bound")}

@@ -21,9 +21,7 @@ from freescale.kernels.planning.row_requests import NO_FAULT, Fault
 # Arrays of one exchange: first those for the rows of a batch,
 ROWS_ARRAYS = ("ids", "inverse", "order", "ends", "early_rows", "urgent_rows")
 # then those for the gradients of the previous batch: which keys, then the owner's distinct rows, their order and ends.
-GRADIENT_ARRAYS = tuple(
-    f"{kind}_{name}" for kind in ("urgent", "late") for name in ("keys", "rows", "order", "ends")
-)
+GRADIENT_ARRAYS = tuple(f"{kind}_{name}" for kind in ("urgent", "late") for name in ("keys", "rows", "order", "ends"))
 ALIGNMENT = 16  # elements: 128 bytes; device allocations are at least 16-byte aligned
 
 

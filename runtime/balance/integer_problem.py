@@ -127,9 +127,7 @@ def checked_integers(name: str, values: Any, length: int, largest: int | None) -
     """Non-negative integers."""
     array = np.asarray(values)
     if array.ndim != 1 or len(array) != length:
-        raise BalanceError(
-            f"freescale: {name} must have {length} numbers in 1 dimension, found shape {array.shape}"
-        )
+        raise BalanceError(f"freescale: {name} must have {length} numbers in 1 dimension, found shape {array.shape}")
     if length and array.dtype.kind not in "iu":
         raise BalanceError(f"freescale: {name} must be integers, found {array.dtype}")
     whole = array.astype(np.int64)

@@ -65,7 +65,7 @@ def select(c: Column, chosen: np.ndarray) -> Column:
     index, lengths = chosen, None
     if c.lengths is not None:
         lengths = c.lengths[:, chosen]
-        index = _spans(_starts(c.lengths)[:, chosen].ravel(), lengths.ravel())
+        index = spans(_starts(c.lengths)[:, chosen].ravel(), lengths.ravel())
     rows = tuple(r.index_select(0, batch_structure.to_device(torch.from_numpy(index), r.device)) for r in c.rows)
     return replace(c, lengths=lengths, rows=rows, samples=len(chosen))
 
@@ -104,9 +104,7 @@ def _on_device(rows: torch.Tensor) -> bool:
     return rows.device.type != "cpu"
 
 
-def _device_packers(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> list[tuple[DevicePacker, list[int]]]:
+def _device_packers(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[tuple[DevicePacker, list[int]]]:
     """Per device, its packer and the indices of its tensors."""
     of_device: dict[torch.device, list[int]] = {}
     for i, r in enumerate(tensors):
@@ -165,7 +163,7 @@ def _host_pieces(
     if lengths is not None:
         counts, segments = lengths[:, order], _segments(len(lengths), leaving)
         starts = _starts(lengths)[:, order].ravel()[segments]
-        index, per_rank = _spans(starts, counts.ravel()[segments]), _rows_by_rank(counts, leaving)
+        index, per_rank = spans(starts, counts.ravel()[segments]), _rows_by_rank(counts, leaving)
     return list(as_bytes(rows.index_select(0, torch.from_numpy(index))).split((per_rank * row_bytes(rows)).tolist()))
 
 
@@ -183,7 +181,7 @@ def _from_host_pieces(
     arrived = lengths.ravel()[segments]
     starts = np.empty_like(arrived)
     starts[segments] = np.cumsum(arrived) - arrived
-    return rows.index_select(0, torch.from_numpy(_spans(starts, lengths.ravel())))
+    return rows.index_select(0, torch.from_numpy(spans(starts, lengths.ravel())))
 
 
 def _segments(keys: int, samples: np.ndarray) -> np.ndarray:
@@ -209,7 +207,7 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     return (np.cumsum(flat) - flat).reshape(counts.shape)
 
 
-def _spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Concatenated ranges start, start + 1, ..., of the given counts."""
     return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 

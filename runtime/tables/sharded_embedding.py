@@ -176,9 +176,7 @@ class NativeTables(nn.Module):
         momentum = None if self.optimizer == "sgd" else self.momentum
         row_kernels.step_rows(self.weight, momentum, rows, grads, self.lr, self.eps)
 
-    def sum_and_update(
-        self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
-    ) -> None:
+    def sum_and_update(self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> None:
         """apply_update with the sums of sum_rows. Each rank sends a row at most once."""
         if self.optimizer in ADAM:
             self.apply_update(rows, torch.ops.freescale.sum_rows.default(grad, order, ends))
