@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from freescale.compat import distributed, nn_modules
 from freescale.kernels import compression, row_packing
@@ -126,7 +127,7 @@ class ParameterError:
         return loaded
 
 
-_by_parameter: dict[int, ParameterError] = {}  # by identity
+_by_parameter: MutableMapping[torch.Tensor, ParameterError] = WeakTensorKeyDictionary()
 _by_name: dict[str, ParameterError] = {}
 _times_registered: Counter[str] = Counter()
 
@@ -154,11 +155,9 @@ def bind(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _of(parameter: torch.Tensor, name: str) -> ParameterError:
-    key = id(parameter)
-    known = _by_parameter.get(key)
-    if known is None or known.parameter is None or known.parameter() is not parameter:
-        known = _by_parameter[key] = ParameterError(name, parameter)
-    return known
+    if parameter not in _by_parameter:
+        _by_parameter[parameter] = ParameterError(name, parameter)
+    return _by_parameter[parameter]
 
 
 def errors_of(names: Sequence[str], gradients: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
@@ -176,11 +175,9 @@ _rank = 0  # in the group of the last launch
 @cache
 def _keep_errors_in_states() -> None:
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in parameters:
-            known = _by_parameter.get(id(p))
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
             # Wait until the optimizer has created its own state: some optimizers take any state for a complete one.
-            if p.grad is not None and known is not None and known.parameter is not None and known.parameter() is p:
+            if p.grad is not None and (known := _by_parameter.get(p)) is not None:
                 known.put_into_state(optimizer, p, _rank)
 
     register_optimizer_step_post_hook(after_step)

@@ -15,7 +15,7 @@ import torch
 from freescale.compat import dynamo
 from freescale.kernels.planning import row_requests
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_kjt(x: Any) -> bool:
@@ -50,7 +50,7 @@ def _find_features(batch: Any, wanted: Collection[str]) -> Iterator[tuple[str, A
     for name, x in named:
         if is_kjt(x):
             yield from ((key, x) for key in x.keys() if key in wanted)
-        elif name in wanted and name not in keys and x.dtype in _INTEGERS:
+        elif name in wanted and name not in keys and x.dtype in INTEGERS:
             yield name, x
 
 

@@ -195,21 +195,18 @@ class ParameterInput:
 def parameter_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[ParameterInput]:
     nodes = gm.graph.find_nodes(op="placeholder")
     return [
-        ParameterInput(i, node, x, _short(_source_name(node)) or node.name)
+        ParameterInput(i, node, x, _name_in_model(node))
         for i, (node, x) in enumerate(zip(nodes, inputs, strict=True))
         if isinstance(x, nn.Parameter)
     ]
 
 
-def _source_name(node: fx.Node) -> str:
+def _name_in_model(node: fx.Node) -> str:
+    """L['self']._modules['mix']._parameters['weight'] -> mix.weight; another source, or the node's name, as it is."""
     source = getattr(node, "_dynamo_source", None)
-    return "" if source is None else dynamo_settings.source_name(source)
-
-
-def _short(source: str) -> str:
-    """L['self']._modules['mix']._parameters['weight'] -> mix.weight; other sources are unchanged."""
-    parts = _PART.findall(source)
-    return ".".join(p for p in parts if p not in _WRAPPERS) if parts else source
+    text = "" if source is None else dynamo_settings.source_name(source)
+    parts = _PART.findall(text)
+    return (".".join(p for p in parts if p not in _WRAPPERS) if parts else text) or node.name
 
 
 def copy_example(new: fx.Node, old: fx.Node) -> None:

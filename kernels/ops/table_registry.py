@@ -51,7 +51,7 @@ backward_update_counts: Counter[str] = Counter()  # of those, the ones in backwa
 last_step_settings: dict[str, Any] = {}  # per table, of its last update that was not late
 _watched: WeakValueDictionary[str, WatchedTable] = WeakValueDictionary()
 _own_writes: Counter[int] = Counter()  # writes by updates, per storage id, summed over the tables that share it
-_after_backward: dict[str, list[Callable[[], None]]] = {}  # by table: callbacks after such an update
+_after_backward: list[tuple[frozenset[str], Callable[[], None]]] = []  # tables, and a callback after such an update
 
 
 def register(table: RegisteredTable, preferred_name: str) -> str:
@@ -126,23 +126,17 @@ def table_for_update(name: str, late: bool) -> Iterator[ShardedTable]:
     update_counts[name] += 1
     if not late:
         backward_update_counts[name] += 1
-        for call in _after_backward.get(name, ()):
-            call()
+        for names, call in _after_backward:
+            if name in names:
+                call()
 
 
 def call_after_backward(names: Sequence[str], call: Callable[[], None]) -> Callable[[], None]:
     """Call `call` after each backward pass that updates one of the tables, in that pass's thread and near its end.
     Returns a function that removes the callback."""
-    for name in names:
-        _after_backward.setdefault(name, []).append(call)
-
-    def end() -> None:
-        for name in names:
-            _after_backward[name].remove(call)
-            if not _after_backward[name]:
-                del _after_backward[name]
-
-    return end
+    entry = frozenset(names), call
+    _after_backward.append(entry)
+    return lambda: _after_backward.remove(entry)
 
 
 def get_table(name: str) -> RegisteredTable:

@@ -36,7 +36,6 @@ from freescale.runtime.samples.sample_columns import Column
 _OF_THE_WHOLE_BATCH = (
     bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, enum.Enum, type(None),
 )  # fmt: skip
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def _leaves_inside(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf
 
 
 def _may_be_lengths(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.dim() == 1 and x.dtype in _INTEGERS
+    return isinstance(x, torch.Tensor) and x.dim() == 1 and x.dtype in batch_structure.INTEGERS
 
 
 def _common_samples(columns: Sequence[Column]) -> int:
