@@ -100,6 +100,10 @@ class CopyTransport(ABC):
         """Release every stream of this rank that waits for a peer. Called repeatedly until none waits."""
         release_words(self._wait_words)
 
+    def _issued(self, level: int, send_counts: torch.Tensor, recv_counts: torch.Tensor, row_bytes: int) -> None:
+        """A message is on its streams. Called under the launch lock."""
+        return  # in most transports the host has no part in it
+
     def _host_is_sending(self) -> bool:
         """Whether the host still has to send data that has been copied off the device."""
         return False
@@ -131,24 +135,18 @@ class CopyTransport(ABC):
         row_bytes = x.element_size() * math.prod(x.shape[1:])
         with self._launch_lock:
             current = self.driver.current_stream()
-            done = self._put_on_streams(level_of(priority), current, x, out, send_counts, recv_counts, row_bytes)
+            done = self._issuer.launch(level_of(priority), current, x, out, send_counts, recv_counts, row_bytes)
             if done is None:
                 raise ValueError(
                     f"freescale: {self.name}: expected {int(send_counts.sum())} rows to send and "
                     f"{int(recv_counts.sum())} to receive, found {x.shape[0]} and {n_recv}"
                 )
+            self._issued(level_of(priority), send_counts, recv_counts, row_bytes)
             message = Message(self.launched, priority, time.monotonic(), current, done, (x, out))
             self.launched += 1
             self.liveness.set_launched(self.launched)
             self.in_flight.add(message)
         return out, TransportWork(self, message)
-
-    def _put_on_streams(
-        self, level: int, stream: int, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor,
-        recv_counts: torch.Tensor, row_bytes: int,
-    ) -> Any:  # fmt: skip
-        """Issue one message. Returns the event after the last copy, or None if the counts are wrong."""
-        return self._issuer.launch(level, stream, x, out, send_counts, recv_counts, row_bytes)
 
     # ---- failure and shutdown --------------------------------------------------------------------------
 

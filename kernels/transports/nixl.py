@@ -156,16 +156,9 @@ class NixlTransport(CopyTransport):
             self.rank, agent, names, slots, remote, layout.piece_bytes, self._reports, self._stop_threads, on_failure
         )
 
-    def _put_on_streams(
-        self, level: int, stream: int, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor,
-        recv_counts: torch.Tensor, row_bytes: int,
-    ) -> Any:  # fmt: skip
-        done = super()._put_on_streams(level, stream, x, out, send_counts, recv_counts, row_bytes)
-        if done is None:
-            return None
+    def _issued(self, level: int, send_counts: torch.Tensor, recv_counts: torch.Tensor, row_bytes: int) -> None:
         send, recv = ([n * row_bytes for n in counts.tolist()] for counts in (send_counts, recv_counts))
         self._threads[level].enqueue(send, recv)
-        return done
 
     def missing_peers(self) -> set[int]:
         return set().union(*(thread.awaited_peers() for thread in self._threads))
