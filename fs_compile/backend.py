@@ -27,7 +27,6 @@ def freescale(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph."""
     try:
         if mode not in (None, "default"):
             raise config.ConfigError(f"backend freescale takes options={{...}} but no mode, found mode={mode!r}")

@@ -59,7 +59,6 @@ class Facts:
 
 
 def main(as_json: bool = False) -> int:
-    """Print the facts. Returns 0 if freescale is usable here."""
     facts = examine()
     print(json.dumps({**asdict(facts), "usable": facts.usable}, indent=2) if as_json else in_words(facts))
     return 0 if facts.usable else 1

@@ -39,8 +39,6 @@ Observer = Callable[[str, str, fx.Graph], None]
 
 @dataclass
 class Report:
-    """What the passes did in this process."""
-
     seconds: float = 0.0
     graphs: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
     from_cache: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})  # passes not run again

@@ -237,7 +237,6 @@ def _shape(n_rows: int, row_bytes: int) -> tuple[tuple[int], int, int, int]:
 
 
 def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
-    """compression.to_fp8 on a GPU."""
     (n, dim), row_bytes = x.shape, fp8_row_bytes(x.shape[1])
     out = x.new_empty((n, row_bytes), dtype=torch.uint8)
     if n and dim:

@@ -81,7 +81,6 @@ def all_reduce_launch(gradients, parameters, group_name, packing=""):
 
 
 def all_reduce_bytes(size: int, world: int) -> int:
-    """Bytes received per rank: reduce-scatter plus all-gather."""
     return 2 * size * (world - 1) // world
 
 

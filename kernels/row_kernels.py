@@ -37,7 +37,6 @@ def sum_rows(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.
 
 
 def expect_ids(token, ids, planned, step, table, lengths=None, counts=None, fault=None):
-    """reference.expect_ids, with one kernel per comparison."""
     from freescale.kernels import row_kernels_triton
 
     def equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

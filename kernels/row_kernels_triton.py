@@ -293,7 +293,6 @@ def _has_counts(lengths, counts, out, samples, BLOCK: tl.constexpr):
 
 
 def has_counts(lengths: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """reference.has_counts of contiguous tensors."""
     out = torch.empty(lengths.shape[0], dtype=torch.bool, device=lengths.device)
     if lengths.shape[0]:
         launch(_has_counts, (lengths.shape[0],), lengths, counts, out, lengths.shape[1], 1024, num_warps=4)

@@ -73,7 +73,6 @@ def _own_rows(counts: torch.Tensor, rank: int) -> slice:
 
 
 def of_others(x: torch.Tensor, counts: torch.Tensor, rank: int) -> torch.Tensor:
-    """The rows for or from all other ranks."""
     parts = around(x, counts, rank)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -71,7 +71,6 @@ def find_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
 
 
 def count_exchanges(graph: fx.Graph) -> int:
-    """Return the number of exchanges that would be marked."""
     return sum(_exchange(n) is not None for n in graph.nodes)
 
 

@@ -53,7 +53,6 @@ class GraphExchange:
 
 
 def exchanges(graph: fx.Graph) -> list[GraphExchange]:
-    """In graph order."""
     return [n.meta[EXCHANGE_KEY] for n in graph.nodes if EXCHANGE_KEY in n.meta]
 
 
@@ -65,7 +64,6 @@ def dense_collectives(graph: fx.Graph) -> list[fx.Node]:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument `name` of a node that calls a freescale op."""
     target: Any = node.target
     names = [a.name for a in target._schema.arguments]
     position = names.index(name)
@@ -78,7 +76,6 @@ def add_call(graph: fx.Graph, origin: fx.Node, target: Any, *args: Any, **kwargs
 
 
 def annotate(node: fx.Node, origin: fx.Node) -> fx.Node:
-    """Give a new node its fake value, and the provenance of `origin`."""
     node.meta.update({k: origin.meta[k] for k in _ORIGIN_KEYS if k in origin.meta})
     node.meta["val"] = fx_values.fake_value(node)
     return node

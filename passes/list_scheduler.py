@@ -98,7 +98,6 @@ class ListScheduler:
     # -- dependencies ---------------------------------------------------------------------------------------------
 
     def _descendants(self, start: Order) -> set[fx.Node]:
-        """Including `start`."""
         reached = set(start)
         for node in self.nodes:
             if node.op != "output" and any(n in reached for n in node.all_input_nodes):
@@ -106,7 +105,6 @@ class ListScheduler:
         return reached
 
     def _ancestors(self, start: Order) -> set[fx.Node]:
-        """Including `start`."""
         reached, todo = set(start), list(start)
         while todo:
             new = [n for n in self.predecessors[todo.pop()] if n not in reached]

@@ -37,8 +37,6 @@ _REPETITIONS = 3
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """Speed of one rank, per second."""
-
     flops: float  # floating-point operations
     memory: float  # bytes read or written
 
@@ -52,7 +50,6 @@ def hint(size: Any) -> int:
 
 
 def bytes_of(value: Any) -> int:
-    """Size of a tensor or of several."""
     if isinstance(value, (list, tuple)):
         return sum(bytes_of(v) for v in value)
     if not isinstance(value, torch.Tensor):
@@ -85,7 +82,6 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def seconds(node: fx.Node, machine: MachineSpeed) -> float:
-    """Compute time of a node on this rank."""
     value = node.meta.get("val")
     if node.op != "call_function" or node.target is WAIT or is_view(node) or not _has_tensors(value):
         return 0.0

@@ -39,8 +39,6 @@ class ConsumerSlice:
 
 @dataclass(frozen=True)
 class ConsumerSplit:
-    """One plain all-to-all, to be replaced by one per slice."""
-
     exchange: GraphExchange
     dim: int  # the sliced dimension
     ranks: int | None  # the result is first viewed as [ranks, rows per rank, ...]; None: sliced directly
@@ -144,7 +142,6 @@ def _first_compute(node: fx.Node, position: dict[fx.Node, int]) -> int | None:
 
 
 def apply(graph: fx.Graph, split: ConsumerSplit) -> None:
-    """Replace the exchange by one launch and one wait per slice."""
     old, wait = split.exchange.launch, split.exchange.wait
     assert wait is not None
     x, recv, send, group = old.args

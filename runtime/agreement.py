@@ -74,11 +74,9 @@ class _Agreement:
             self.give_verdict({} if self._store.add(same, 0) == world else {"different": True})
 
     def give_verdict(self, verdict: dict[str, object]) -> None:
-        """Post a verdict; the first one wins."""
         self._store.compare_set(self._verdict, "", json.dumps(verdict))
 
     def wait(self, seconds: float) -> dict[str, Any] | None:
-        """The verdict; None on timeout."""
         for _ in _looks(seconds):
             if self._store.check([self._verdict]):
                 return json.loads(self._store.get(self._verdict))
@@ -217,7 +215,6 @@ def _compare(settings: Mapping[int, Mapping[str, object]]) -> None:
 
 
 def _what_differs(expected: object, actual: object) -> tuple[object, object]:
-    """For two long lists, only the entries that differ, if any."""
     if not (isinstance(expected, list) and isinstance(actual, list)) or max(len(expected), len(actual)) <= _LONG_LIST:
         return expected, actual
     only_expected, only_actual = ([x for x in a if x not in b] for a, b in ((expected, actual), (actual, expected)))

@@ -23,7 +23,6 @@ def is_kjt(x: Any) -> bool:
 
 
 def children(x: Any) -> Iterator[tuple[str, Any]]:
-    """Children of a dict, dataclass, list or tuple, by name."""
     if type(x) is dict or isinstance(x, Mapping):
         yield from ((str(k), v) for k, v in x.items())
     elif dataclasses.is_dataclass(x) and not isinstance(x, type):
@@ -59,7 +58,6 @@ def id_holders(batch: Any, wanted: Sequence[str]) -> list[Any]:
 
 
 def leaves(x: Any) -> Iterator[Any]:
-    """The tensors and KeyedJaggedTensors of the batch."""
     if isinstance(x, torch.Tensor) or is_kjt(x):
         yield x
     else:
@@ -162,7 +160,6 @@ class BatchEvent:
         self._events = {device: stream.record_event() for device, stream in self._streams.items()}
 
     def wait(self) -> None:
-        """Make the current streams wait, and keep the batch's memory from being reused before they are done."""
         for device, event in self._events.items():
             current = torch.cuda.current_stream(device)
             if current != self._streams[device]:

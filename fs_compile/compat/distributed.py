@@ -57,7 +57,6 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Broadcast those of the group's first rank, many at once, as DDP does."""
     dist._broadcast_coalesced(group, tensors, 25 << 20, 0)
 
 

@@ -112,8 +112,6 @@ def _patches(post_pass: CustomGraphPass) -> dict[str, Any]:
 
 
 class _Chain(CustomGraphPass):
-    """Runs a pass that the user set before ours."""
-
     def __init__(self, theirs: Any, ours: CustomGraphPass) -> None:
         self.passes = [*theirs, ours] if isinstance(theirs, (list, tuple)) else [theirs, ours]
 
@@ -191,7 +189,6 @@ def whole_hits() -> int:
 
 
 def cache_key(compiled: Any) -> str | None:
-    """Cache key of a compiled graph; None if it was not looked up."""
     return getattr(compiled, "_fx_graph_cache_key", None)
 
 

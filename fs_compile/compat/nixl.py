@@ -113,7 +113,6 @@ class Agent:
                 yield peer, notification
 
     def close(self) -> None:
-        """Abandon pending writes."""
         for peer in self._peers:
             with contextlib.suppress(Exception):  # the agent may be gone already
                 self._agent.remove_remote_agent(peer)

@@ -180,8 +180,6 @@ _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod")
 
 @dataclass(frozen=True)
 class ParameterInput:
-    """A parameter that is a graph input."""
-
     index: int  # index among the inputs
     node: fx.Node
     tensor: nn.Parameter

@@ -137,7 +137,6 @@ def self_test() -> None:
 
 
 def missing(names: Names) -> list[str]:
-    """The names of a table that are missing, qualified."""
     gone = []
     for where, wanted in names.items():
         prefix = where.replace(":", ".").strip(".")

@@ -42,8 +42,6 @@ class _Requests(NamedTuple):
 
 
 class CollisionCounter:
-    """Counts consecutive batches."""
-
     def __init__(self) -> None:
         self._batch: _Requests | None = None  # the last batch, and its counts so far
         self._known: tuple[np.ndarray, ...] = ()

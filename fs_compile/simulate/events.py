@@ -52,8 +52,6 @@ class Transfer:
 
 @dataclass
 class Times:
-    """Seconds, [steps, ranks]."""
-
     compute: np.ndarray
     exposed: np.ndarray
     straggler: np.ndarray

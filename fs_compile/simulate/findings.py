@@ -176,7 +176,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def shares(outcomes: Sequence[Outcome]) -> str:
-    """The savings of each part against synchronous TorchRec."""
     found, (before, after) = part_shares(outcomes), before_and_after(outcomes)
     bubbles, step = bubbles_ms(before) - bubbles_ms(after), before.step_ms - after.step_ms
     lines = ["savings of each part, of bubbles and of the step (mean over all orders of adding them):"]

@@ -213,7 +213,6 @@ def _instructions(order: list[fx.Node], graph: TracedGraph, shares: Mapping[fx.N
 
 
 def _joined(program: list) -> Program:
-    """Merge consecutive compute instructions."""
     joined: list = []
     for instruction in program:
         if joined and isinstance(instruction, Compute) and isinstance(joined[-1], Compute):

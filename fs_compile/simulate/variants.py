@@ -68,8 +68,6 @@ def freescale_variants() -> list[Variant]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds that bytes occupy a rank's links."""
-
     cluster: Cluster
     ranks: int
     copies: bool

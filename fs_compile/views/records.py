@@ -197,7 +197,6 @@ def median(values: Iterable[float]) -> float:
 
 
 def settled(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Exclude the first steps, which compile."""
     if len(steps) < 3:
         return steps
     typical = median(s["seconds"] for s in steps)

@@ -13,8 +13,6 @@ Blocks = dict[str, list[tuple[float, float, str, str]]]
 
 
 class _Clock:
-    """Replays a graph's order: tracks compute time, the two wires, and each message's arrival."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.wire_free = {"urgent": 0.0, "background": 0.0}

@@ -19,7 +19,6 @@ _WORDS = {
 
 
 def verdict(run: Run, s: dict[str, Any]) -> list[str]:
-    """Sentences; empty if no step was completed."""
     if not s["steps"]:
         return []
     waiting = 1.0 - s["shares"]["compute"]

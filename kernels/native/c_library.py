@@ -35,7 +35,6 @@ def library() -> ctypes.CDLL:
 
 
 def problem() -> str | None:
-    """Why the library is unavailable and what to do, or None if it is available."""
     try:
         _load()
         return None

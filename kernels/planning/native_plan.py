@@ -39,15 +39,11 @@ NOTHING: Told = (-1, 0)
 
 
 class Extent(NamedTuple):
-    """Offset and size of an array in the buffer, in elements."""
-
     offset: int
     size: int
 
 
 class Copy(NamedTuple):
-    """Source and destination addresses, and bytes."""
-
     to: int
     from_: int
     size: int
@@ -62,8 +58,6 @@ class Room(NamedTuple):
 
 
 class PlannedExchange(NamedTuple):
-    """The plan of one exchange of a batch."""
-
     rows: list[Extent]
     row_counts: ExchangeCounts
     urgent_entries: int  # positions with urgent rows
@@ -102,8 +96,6 @@ class FeatureIds(ctypes.Structure):
 
 
 class RowOwners(ctypes.Structure):
-    """struct row_owners."""
-
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("features", "shards", "world", "bound")),
         *((x, ctypes.c_void_p) for x in ("first_rows", "table_sizes", "bounds", "shifts", "shard_order", "starts")),

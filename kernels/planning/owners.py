@@ -72,7 +72,6 @@ def owner_map(
 
 
 def first_row_of_each_table(table_rows: Sequence[int]) -> list[int]:
-    """The row number of each table's row 0."""
     first_rows = [0]
     for n in table_rows[:-1]:
         first_rows.append(first_rows[-1] + n)

@@ -131,7 +131,6 @@ class _Bytes:
 
 
 def _bytes(address: int, n: int, width: int) -> torch.Tensor:
-    """A tensor on existing memory, without a copy."""
     return torch.from_numpy(np.asarray(_Bytes(address, n, width))) if n else torch.empty(0, width, dtype=torch.uint8)
 
 
@@ -285,7 +284,6 @@ def _call(
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    """Exactly `size` bytes, or none."""
     received = b""
     while len(received) < size:
         if not (part := connection.recv(size - len(received))):

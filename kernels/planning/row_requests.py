@@ -92,7 +92,6 @@ def told(received: np.ndarray) -> np.ndarray:
 
 
 def read_headers(received: np.ndarray, exchanges: int) -> Headers:
-    """Parse received headers, [world, header_width]."""
     invalid: list[tuple[int, InvalidId] | None] = []
     for i in range(exchanges):
         of_exchange = received[:, _FIRST + 3 * i : _FIRST + 3 * i + 3]
@@ -110,7 +109,6 @@ def tell_missing_library(group: dist.ProcessGroup) -> None:
 
 
 def require_valid_ids(headers: Headers, tables: Sequence[str]) -> None:
-    """Raise on every rank if any rank has an invalid id."""
     for table, invalid in zip(tables, headers.invalid_ids, strict=True):
         if invalid is not None:
             _raise(invalid[0], _INVALID_ID, *invalid[1], table)

@@ -151,7 +151,6 @@ class CopyTransport(ABC):
     # ---- failure and shutdown --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if a transfer has failed."""
         if self.error is not None:
             raise RuntimeError(self.error)
 

@@ -16,8 +16,6 @@ _last_tag: dict[str, int] = {}  # per group name: every all-to-all has its own t
 
 
 class PairwiseWork:
-    """Sends and receives as one Work."""
-
     def __init__(self, works: list[dist.Work]) -> None:
         self.works = works
 

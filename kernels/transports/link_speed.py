@@ -35,12 +35,10 @@ def measure(group: dist.ProcessGroup, device: torch.device, gbps: float = 0.0) -
 
 
 def rounded(speed: float) -> float:
-    """The nearest power of two, by ratio."""
     return 2.0 ** round(math.log2(speed))
 
 
 def estimate(group_name: str) -> float:
-    """The measured speed, or a default."""
     return bytes_per_second.get(group_name, DEFAULT)
 
 
@@ -98,7 +96,6 @@ def size_of(nbytes: int) -> int:
 
 
 def _seconds(transport: Any, x: torch.Tensor, rows: int, group: dist.ProcessGroup) -> float:
-    """Seconds of one all-to-all with equal rows per peer."""
     counts = torch.full((group.size(),), rows)
     _synchronize(x.device)
     start = time.perf_counter()

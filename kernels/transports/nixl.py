@@ -51,7 +51,6 @@ class HostLayout:
 
     @property
     def level_bytes(self) -> int:
-        """Bytes of all slots of one priority."""
         return 2 * self.world * self.slots * self.piece_bytes
 
     def data_offset(self, level: int, is_in: bool, peer: int) -> int:
@@ -67,8 +66,6 @@ class HostLayout:
 
 
 class NixlTransport(CopyTransport):
-    """Ranks on any hosts."""
-
     name = "nixl"
 
     def __init__(
@@ -172,7 +169,6 @@ class NixlTransport(CopyTransport):
 
 
 def _raise_first(ranks: Sequence[int], problems: Sequence[str]) -> None:
-    """Raise the same error on every rank."""
     for rank, problem in zip(ranks, problems, strict=True):
         if problem:
             raise RuntimeError(f"freescale: nixl: rank {rank} cannot open the transport: {problem}")

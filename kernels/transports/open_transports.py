@@ -118,7 +118,6 @@ def _transports() -> list[Any]:
 
 
 def names() -> list[str]:
-    """Names of the transports in use."""
     return sorted({transport.name for transport in _transports()})
 
 
@@ -136,7 +135,6 @@ def drain(*_: Any) -> None:
 
 
 def close() -> None:
-    """Free all pinned memory and streams."""
     for transport in _transports():
         transport.close()
     _open.clear()

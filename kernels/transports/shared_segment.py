@@ -123,8 +123,6 @@ def _free_bytes() -> int:
 
 
 class SharedSegment:
-    """One rank's view of the shared file."""
-
     def __init__(self, file: int, nbytes: int, rank: int, reserve: bool = False) -> None:
         """Takes ownership of the open `file`."""
         self.file, self.nbytes = file, nbytes
@@ -172,7 +170,6 @@ class PeerLiveness:
         self._launched = segment.words(4, world)
 
     def lost_peers(self) -> dict[int, int]:
-        """Peers that will send nothing more, and for each the rank to name: itself, or the one it reported."""
         exited = {p: p for p in self._peers if not self._segment.is_held_by(p)}
         return {**exited, **{p: int(self._failure_reports[p]) - 1 for p in self._peers if self._failure_reports[p]}}
 
@@ -184,7 +181,6 @@ class PeerLiveness:
         self._launched[self._rank] = messages & 0xFFFFFFFF
 
     def peers_behind(self, messages: int) -> set[int]:
-        """Peers that have launched fewer messages."""
         return {p for p in self._peers if not at_least(int(self._launched[p]), messages)}
 
 

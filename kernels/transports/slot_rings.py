@@ -47,7 +47,6 @@ class Lane(ctypes.Structure):
     ]
 
     def __init__(self, wait_words: np.ndarray, **numbers: int) -> None:
-        """`wait_words`: the words that this side waits for."""
         assert wait_words.strides == (WORD_STRIDE,)
         super().__init__(**numbers, host_words=wait_words.ctypes.data)
         self.wait_words = wait_words

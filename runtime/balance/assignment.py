@@ -45,7 +45,6 @@ class BalanceResult:
     method: str
 
     def samples_of(self, rank: int) -> np.ndarray:
-        """The samples of one rank, in order."""
         end = int(self.counts[: rank + 1].sum())
         return self.order[end - int(self.counts[rank]) : end]
 
@@ -80,7 +79,6 @@ def _loads_and_straggler(costs: np.ndarray, rank: np.ndarray, ranks: int) -> tup
 
 
 def descending(problem: Problem) -> IntArray:
-    """Samples by descending cost, ties by index."""
     bits = problem.index_bits
     keys = ((int(problem.costs.max(initial=0)) - problem.costs) << bits) | np.arange(len(problem.costs))
     return np.sort(keys) & ((1 << bits) - 1)  # keys are unique, so the faster unstable sort is fine

@@ -109,7 +109,6 @@ def _plain(method: str, problem: Problem, tolerance: float, budget: int | None) 
 
 
 def _start(method: str, problem: Problem) -> np.ndarray:
-    """The rank of each sample by a method that ignores memory and bytes."""
     if method == "kk" and np.ptp(problem.counts) > 1:
         raise BalanceError(f"freescale: the method 'kk' requires equal counts; found {short_text(problem.counts)}")
     return {"zigzag": assignment.zigzag, "lpt": assignment.lpt, "kk": assignment.kk}[method](problem)
@@ -165,7 +164,6 @@ def _counts_differ_at_home(problem: Problem) -> bool:
 
 
 def _variable(problem: Problem, costs: np.ndarray, alpha: float, stop: StopCriteria) -> Partition:
-    """Least loaded first with any counts, for costs ** alpha."""
     if not np.isfinite(alpha):
         raise BalanceError(f"freescale: alpha must be a finite number, found {alpha}")
     if alpha != 1.0:

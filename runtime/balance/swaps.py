@@ -49,12 +49,10 @@ class Partition:
         return rank
 
     def sums(self, values: IntArray) -> IntArray:
-        """Per-rank sums of per-sample `values`."""
         sample = np.where(self.keys == EMPTY, len(values), self.keys & ((1 << self.problem.index_bits) - 1))
         return np.append(values, 0)[sample].sum(1)
 
     def moved_bytes(self) -> int:
-        """Bytes of the samples that are not on their home rank."""
         sample, row = self._filled_cells()
         return int(self.problem.sizes[sample][self.problem.home[sample] != row].sum())
 
@@ -183,7 +181,6 @@ def _pair_one_to_one(partition: Partition, target: int, heavy: IntArray, other: 
 
 
 def _swap_pairs(partition: Partition, pairing: _Pairing, slack: int, round_: int) -> None:
-    """Swap one sample of each side in every pair where that helps."""
     bits, width, n_pairs = partition.problem.index_bits, partition.keys.shape[1], len(pairing.heavy)
     transfer, only_partner = pairing.transfer[:, None], (pairing.shares == 1)[:, None]
     load_gap = (partition.loads[pairing.heavy] - partition.loads[pairing.light])[:, None]

@@ -48,7 +48,6 @@ class PlanningConnection:
         self._mesh = rank_mesh.open_mesh(group)
 
     def new_plan(self, exchanges: list[Exchange], whole: bool = False) -> BatchPlan:
-        """`whole`: see BatchPlan."""
         tables = [
             ExchangeTables(x.row_offsets, x.table_sizes, OwnerMap(x.bounds, x.shifts, x.starts)) for x in exchanges
         ]
@@ -129,8 +128,6 @@ class PlannedBatch:
 
 
 class BatchPlanning:
-    """The batches of one loop."""
-
     def __init__(
         self,
         loader: Iterable[Any],

@@ -24,8 +24,6 @@ UNKNOWN_BATCH, FOREIGN_BATCH, CHANGED_BATCH = -1, -2, -3
 
 
 class Action(IntEnum):
-    """What a rank is about to do."""
-
     TRAIN, EVALUATE, FLUSH, CLOSE = range(4)
 
 

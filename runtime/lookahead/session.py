@@ -28,7 +28,6 @@ class Session:
     evaluate."""
 
     def __init__(self, exchanges: list[Exchange], link_gbps: float) -> None:
-        """Collective."""
         training_group = distributed.group_by_name(exchanges[0].group_name)
         self.loops: list[Loop] = []
         self._timeout = distributed.timeout_of(training_group)

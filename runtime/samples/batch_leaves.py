@@ -53,8 +53,6 @@ class Leaf(ABC):
 
 @dataclass(eq=False)
 class TensorLeaf(Leaf):
-    """A tensor [samples, ...]."""
-
     tensor: torch.Tensor
 
     def column(self, lengths: Sequence[torch.Tensor]) -> Column:
@@ -66,8 +64,6 @@ class TensorLeaf(Leaf):
 
 @dataclass(eq=False)
 class ArrayLeaf(Leaf):
-    """A numeric NumPy array [samples, ...]."""
-
     array: np.ndarray
 
     def column(self, lengths: Sequence[torch.Tensor]) -> Column:
@@ -156,7 +152,6 @@ class JaggedLeaf(Leaf):
         return column.rows[0]
 
     def values(self, column: Column) -> dict[Path, Any]:
-        """With the lengths or offsets beside it."""
         lengths, found = column.counts()[0], super().values(column)
         for name, tensor in self.beside.items():
             numbers = np.concatenate(([0], np.cumsum(lengths))) if _is_offsets(name) else lengths
@@ -169,7 +164,6 @@ def _is_offsets(name: str) -> bool:
 
 
 def _integers_as(template: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
-    """The numbers with the dtype and device of `template`."""
     return batch_structure.to_device(torch.from_numpy(numbers.copy()).to(template.dtype), template.device)
 
 

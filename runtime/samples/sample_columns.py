@@ -37,7 +37,6 @@ class Column:
     is_jagged: bool = False
 
     def counts(self) -> np.ndarray:
-        """Rows per feature and sample."""
         return np.ones((1, self.samples), np.int64) if self.lengths is None else self.lengths
 
     def schema(self) -> str:
@@ -202,7 +201,6 @@ def _rows_by_rank(counts: np.ndarray | None, samples: np.ndarray) -> np.ndarray:
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """First row of each feature and sample."""
     flat = counts.ravel()
     return (np.cumsum(flat) - flat).reshape(counts.shape)
 

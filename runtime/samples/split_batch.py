@@ -65,7 +65,6 @@ class SplitBatch:
         return self._replaced((), self.batch, {p: v for leaf, c in pairs for p, v in leaf.values(c).items()})
 
     def _replaced(self, path: Path, x: Any, values: dict[Path, Any]) -> Any:
-        """`x`, which is at `path`, with the new values in it."""
         if path in values:
             return values[path]
         if isinstance(x, _OF_THE_WHOLE_BATCH) or ".".join(path) in self.shared:
@@ -132,7 +131,6 @@ def _require_separable(kjt: Any) -> None:
 
 
 def _leaves_inside(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf]:
-    """Find the leaves inside a dict, list, tuple or dataclass."""
     children = list(batch_structure.children(x))
     if not children and not isinstance(x, Mapping):
         raise BalanceError(
@@ -209,7 +207,6 @@ def _try_split(outputs: Any, samples: int) -> tuple[SplitBatch | None, Exception
 def _raise_on_every_rank(
     headers: list[list[int]], text: str, error: Exception | None, group: dist.ProcessGroup
 ) -> None:
-    """Raise this rank's own error, or that of another rank."""
     texts = distributed.gather_objects(text, group)
     if error is not None:
         raise error

@@ -136,7 +136,6 @@ class FbgemmTable:
 
 
 def unsupported_reason(emb: Any) -> str | None:
-    """The first reason why TorchRec must keep a module; None if it is supported."""
     if emb.weights_uvm.numel():
         return "their rows are in unified memory"
     if emb.weights_dev.numel() and emb.weights_host.numel():

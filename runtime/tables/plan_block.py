@@ -33,7 +33,6 @@ class PinnedMemory:
         self._being_read: deque[tuple[torch.Tensor, Any]] = deque()
 
     def take(self, elements: int) -> torch.Tensor:
-        """Called by the planning thread."""
         while self._idle:
             memory = self._idle.popleft()
             if memory.shape[0] >= elements:
@@ -98,7 +97,6 @@ class PlanBlock:
         self.room = Room(address + _ELEMENT * self._first, elements, copies)
 
     def fill(self, plan: Callable[[Room], Planned]) -> None:
-        """Call `plan` to write into the block's room."""
         self._used, self.exchanges = plan(self.room)
 
     # -- the training thread -------------------------------------------------------------------------------------
@@ -112,14 +110,12 @@ class PlanBlock:
             self._host = None
 
     def arrays(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
-        """Arrays of the plans as device tensors."""
         if self._memory is None:  # on the CPU there are no tensors of the batch
             self._memory = torch.from_numpy(self._array)
         first = self._first - self._small_end
         return [detached(self._memory, first + extent.offset, extent.size) for extent in extents]
 
     def unpack(self, batch: Any) -> Any:
-        """Return the batch with its tensors on the device."""
         if not self._tensors:
             return batch
         assert self._small is not None and self._memory is not None

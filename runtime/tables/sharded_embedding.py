@@ -311,7 +311,6 @@ class ShardedEmbeddingCollection(NativeTables):
         return dict(zip(names, rows, strict=True))
 
     def local_rows(self, table: str) -> torch.Tensor:
-        """A view of this rank's rows of a table."""
         number = [t.name for t in self._tables].index(table)
         shard = next(s for s in self.shards if s.table == number and s.owner == self._rank)
         return self.weight[shard.base : shard.base + shard.rows]
@@ -337,7 +336,6 @@ def _shards_of_all(tables: Sequence[_Table], world: int) -> list[Shard]:
 
 
 def _blocks(table: _Table, world: int) -> list[tuple[int, int]]:
-    """First row and end row of each rank."""
     rows, owner = table.rows, table.owner
     if table.sharding == "row_wise":
         block = -(-rows // world)

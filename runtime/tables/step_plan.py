@@ -15,8 +15,6 @@ from freescale.kernels.planning.native_plan import ExchangeCounts
 
 
 class Counts(NamedTuple):
-    """Rows to and from each rank, each [world]."""
-
     send: torch.Tensor
     recv: torch.Tensor
 
@@ -39,7 +37,6 @@ class ValueCounts:
     few: bool
 
     def of_keys(self, keys: Sequence[str]) -> torch.Tensor:
-        """Counts of these keys on the device."""
         assert self.on_device is not None
         places = [self.keys.index(key) for key in keys]
         if places == list(range(places[0], places[0] + len(places))):

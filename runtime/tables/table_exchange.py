@@ -209,8 +209,6 @@ class Positions(NamedTuple):
 
 
 class Names(NamedTuple):
-    """The string arguments of an exchange's ops."""
-
     table: str
     group_name: str
     row_packing: str
@@ -260,7 +258,6 @@ def _positions_or_bags(unique: torch.Tensor, p: Positions) -> torch.Tensor:
 
 
 def _unique_gradients(grad: torch.Tensor, p: Positions, divide_by: int) -> torch.Tensor:
-    """Backward of _positions_or_bags."""
     grad, order = grad.contiguous(), p.order
     if p.bag_ends is not None and p.weights is None:
         order = torch.searchsorted(p.bag_ends, order, right=True)  # positions to bags

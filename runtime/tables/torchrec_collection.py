@@ -162,7 +162,6 @@ class CountedValues:
         self.keys, self.counts = keys, counts
 
     def of_run(self, first: int, last: int) -> int:
-        """Total of consecutive keys."""
         return sum(self.counts[first:last])
 
 

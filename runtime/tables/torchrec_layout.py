@@ -46,8 +46,6 @@ class _Part(NamedTuple):
 
 @dataclass
 class ExchangeLayout:
-    """The tables of one exchange on all ranks."""
-
     dim: int
     columns: list[Columns]  # its tables, in the collection's order
     table_rows: list[int]
@@ -110,7 +108,6 @@ def _shards(part: _Part, rank: int, columns: list[Columns]) -> list[Shard]:
 
 
 def _shard_offsets(table: Any) -> tuple[int, int]:
-    """The first row and the first column of a table's shard on this rank."""
     if table.local_metadata is None:
         return 0, 0
     row, column = table.local_metadata.shard_offsets

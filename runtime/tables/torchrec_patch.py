@@ -51,7 +51,6 @@ def _is_traced_for_freescale() -> bool:
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward of all sharded modules."""
     if not torch.compiler.is_compiling():
         warn_of_uncompiled_call()
         _must_not_be_planned(self)
@@ -106,7 +105,6 @@ def _unsupported_reason(
 
 @torch._dynamo.disable
 def _torchrec_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run TorchRec's own forward, outside the graph."""
     _must_not_be_planned(self)
     result = _original_forward(self, *args, **kwargs)
     return result.wait() if hasattr(result, "wait") else result
