@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+import torch._dynamo.config as dynamo_config
+import torch.fx.experimental._config as shapes_config
 from torch import fx
+from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 PLANNED = "freescale_plan"  # in Dynamo's names of a plan's tensors
@@ -41,8 +44,6 @@ def is_tracing() -> bool:
 
 def dynamo_settings(dynamic: bool) -> dict[str, Any]:
     """Those with which a TorchRec model becomes one graph."""
-    import torch._dynamo.config as dynamo
-
     settings: dict[str, Any] = {
         "capture_scalar_outputs": True,  # keep data-dependent sizes in the graph
         "capture_dynamic_output_shape_ops": True,  # and ops with data-dependent output sizes (plan_now)
@@ -51,7 +52,7 @@ def dynamo_settings(dynamic: bool) -> dict[str, Any]:
         "optimize_ddp": False,  # do not split the graph at DDP's buckets; DDP still averages the gradients
         # Training, evaluation, batches of one sample, with and without a plan: each has its own graph. torch's limit is
         # 8.
-        "recompile_limit": max(64, dynamo.recompile_limit),
+        "recompile_limit": max(64, dynamo_config.recompile_limit),
     }
     if dynamic:
         settings["assume_static_by_default"] = False
@@ -66,11 +67,8 @@ def shape_settings(dynamic: bool) -> dict[str, Any]:
 @contextlib.contextmanager
 def tracing(dynamic: bool) -> Iterator[None]:
     """The settings hold inside, in this thread or process as torch's own `patch` does."""
-    import torch._dynamo.config as dynamo
-    import torch.fx.experimental._config as shapes
-
-    patch_shapes: Any = shapes.patch  # type: ignore[attr-defined]
-    with compiling(), dynamo.patch(dynamo_settings(dynamic)), patch_shapes(shape_settings(dynamic)):
+    patch_shapes: Any = shapes_config.patch  # type: ignore[attr-defined]
+    with compiling(), dynamo_config.patch(dynamo_settings(dynamic)), patch_shapes(shape_settings(dynamic)):
         yield
 
 
@@ -129,9 +127,7 @@ def enter_while_tracing(
 def breaking_at_reads() -> Iterator[None]:
     """Inside, Dynamo breaks the graph where a model reads a tensor's value (`.item()`, `int(x)`) or makes a tensor of a
     size that depends on values, as it does by default: the next graph then knows the size."""
-    import torch._dynamo.config as dynamo
-
-    with dynamo.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):
+    with dynamo_config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):
         yield
 
 
@@ -162,7 +158,6 @@ def _recording_breaks(tell: Callable[[GraphBreak], None]) -> Iterator[Callable[[
     gets the frame and what it was converted to, which it returns. (Dynamo's counters omit breaks at a branch, and
     functions that it skips because of a break in a loop. It never compiles generators.)"""
     from torch._dynamo.output_graph import graph_break_reasons
-    from torch._dynamo.utils import counters
 
     before, refused = len(graph_break_reasons), dict(counters["unimplemented"])
     skipped: list[GraphBreak] = []

@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
+import torch._inductor.config as config
 from torch import fx
+from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from freescale.compat import (
@@ -41,7 +44,6 @@ def compile_with_inductor(
     `traced_anew`: skip AOTAutograd's cache, so that each graph is looked up by itself, under `watch`. Then a graph that
     needs no autograd calls `direct_ops` as functions and launches kernels with less overhead.
     """
-    import torch._functorch.config as functorch
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.output_code import CompiledFxGraph
 
@@ -94,8 +96,6 @@ def compile_with_interpreter(
 
 
 def _patches(post_pass: CustomGraphPass) -> dict[str, Any]:
-    import torch._inductor.config as config
-
     theirs = config.post_grad_custom_post_pass
     if theirs is not None and type(theirs) is not type(post_pass):
         post_pass = _Chain(theirs, post_pass)
@@ -148,8 +148,6 @@ def _interpret(
 
 
 def caches_are_on() -> bool:
-    from torch._inductor import config
-
     # Inductor's cache; without it AOTAutograd's is off too
     return bool(config.fx_graph_cache) and not torch.compiler.config.force_disable_caches
 
@@ -161,30 +159,22 @@ def waiting_for_caches_pays() -> bool:
 
 def _ranks_talk_while_compiling() -> bool:
     """torch features, off by default, with which ranks compare or measure something during compilation."""
-    from torch._functorch import config as functorch
-    from torch._inductor import config
-
     overlap = getattr(config, "aten_distributed_optimizations", None)
-    return any(
-        (
-            getattr(functorch, "_sync_decision_cross_ranks", False),
-            getattr(config, "distributed_max_autotune_gemm", False),
-            getattr(config, "reorder_for_compute_comm_overlap", False),
-            getattr(overlap, "enable_overlap_scheduling", False),
-        )
+    flags = (
+        (functorch, "_sync_decision_cross_ranks"),
+        (config, "distributed_max_autotune_gemm"),
+        (config, "reorder_for_compute_comm_overlap"),
+        (overlap, "enable_overlap_scheduling"),
     )
+    return any(getattr(where, name, False) for where, name in flags)
 
 
 def cache_hits() -> int:
-    from torch._dynamo.utils import counters
-
     return counters["inductor"]["fxgraph_cache_hit"]
 
 
 def whole_hits() -> int:
     """Graphs loaded from AOTAutograd's cache, together with their backward graphs."""
-    from torch._dynamo.utils import counters
-
     return counters["aot_autograd"]["autograd_cache_hit"]
 
 

@@ -209,18 +209,5 @@ ARRAYS_OF_ALL_GRADIENTS = 4  # the first of native_plan.GRADIENT_ARRAYS
 def plan_without_rows(p: StepPlan) -> StepPlan:
     """The empty plan that the last step uses as its next one."""
     index = p.ids.new_empty(0)
-    zero = torch.zeros_like(p.urgent.send_counts)
-    return StepPlan(
-        number=p.number + 1,
-        step=p.step + 1,
-        ids=index,
-        value_counts=p.value_counts,
-        inverse=index,
-        order=index,
-        ends=index,
-        urgent=UrgentRows(index, zero, zero.clone()),
-        early_rows=index.clone(),
-        early_counts=Counts(zero.clone(), zero.clone()),
-        early_slots=torch.empty(0, dtype=torch.uint8),
-        arrived=p.arrived.new_empty(0, p.arrived.shape[1]),
-    )
+    counts = ExchangeCounts(*(torch.zeros_like(p.urgent.send_counts) for _ in ExchangeCounts._fields))
+    return plan_rows(p.number + 1, [index] * 4 + [index.clone(), index], p.value_counts, counts, 0, p.arrived)
