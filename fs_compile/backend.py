@@ -22,10 +22,7 @@ _settings_compared: set[str] = set()
 
 
 def freescale(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: Mapping[str, Any] | None = None,
-    mode: str | None = None,
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
     try:
         if mode not in (None, "default"):

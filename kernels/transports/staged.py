@@ -30,12 +30,7 @@ class SharedMemoryTransport(CopyTransport):
     name = "staged"
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        driver: Any,
-        timeout: float | None,
-        segment: SharedSegment,
-        layout: SharedLayout,
+        self, group: dist.ProcessGroup, driver: Any, timeout: float | None, segment: SharedSegment, layout: SharedLayout
     ) -> None:
         super().__init__(group, driver, timeout)
         self.segment, self.layout = segment, layout
