@@ -1,5 +1,6 @@
 """One process of a host compiles a graph, the others wait and load it from torch's cache. A process that does not find
-it there compiles it: waiting changes when, never what. The lock is an OS lock on a file: it ends with its process.
+it there compiles it: waiting changes when, never what. The lock, on a file, ends with its process. No rank may wait for
+another while holding it.
 
 Which rank compiles must be deterministic: generated code sums in an order that depends on the batch sizes that it was
 compiled for, and these differ between ranks. So the first rank of a host gets a head start of a few seconds.

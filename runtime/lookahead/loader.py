@@ -43,23 +43,23 @@ class LookaheadLoader:
             loss = model(batch); loss.backward(); optimizer.step()
 
     loader     any iterable of batches: tensors, KeyedJaggedTensors, or dicts, lists, tuples, dataclasses of them, all
-               of one structure. A feature that the model looks up is a key of a KeyedJaggedTensor, or the dict key or
-               field name of an integer tensor. Batches are yielded in order, on the model's device. They are loaded up
-               to two steps ahead, so the loader must not write to a batch that it has returned. `state_dict` and
-               `load_state_dict`, if the loader has them, are of the state after the batch yielded last. Other
-               attributes (`sampler`, `dataset`, ...) are read and set through the wrapper. Around another
-               LookaheadLoader, this one replaces it
+               of one structure (values without tensors may change). A feature that the model looks up is a key of a
+               KeyedJaggedTensor, or the dict key or field name of an integer tensor. Batches are yielded in order, on
+               the model's device. They are loaded up to two steps ahead, so the loader must not write to a batch that
+               it has returned. `state_dict` and `load_state_dict`, if the loader has them, are of the state after the
+               batch yielded last. Other attributes (`sampler`, `dataset`, ...) are read and set through the wrapper.
+               Around another LookaheadLoader, this one replaces it
     model      compiled: by model.compile(backend="freescale"), by torch.compile (its return value), or in parts: a
                module with compiled modules in it, such as DistributedModelParallel around a compiled model. A step is a
                call of the compiled part, through the model or directly; with several parts, a call of the model
     strict     loaders of different length on different ranks are an error instead of a warning; None: the model's
                option "strict", else FREESCALE_STRICT
     balance    True, or BalanceOptions: before a batch is planned, samples move between the ranks so that all ranks have
-               equal work. Each rank keeps its number of samples, so averaged losses and gradients are those of the same
-               global batch. KeyedJaggedTensors, tensors [samples, ...], 1-D tensors `x` with `x_lengths` or
-               `x_offsets` and lists of one object per sample are split. `origin` tells where samples come from;
-               `restore` sends outputs back there. The cost of a sample is fitted to the measured times of all ranks
-               (`cost`, see FittedCost), or given in BalanceOptions
+               equal work. Each rank keeps its number of samples; if all have the same, averaged losses and gradients
+               are those of the same global batch. KeyedJaggedTensors, tensors [samples, ...], 1-D tensors `x` with
+               `x_lengths` or `x_offsets` and lists of one object per sample are split. `origin` tells where samples
+               come from; `restore` sends outputs back there. The cost of a sample is fitted to the measured times of
+               all ranks (`cost`, see FittedCost), or given in BalanceOptions
     overlap    True, the default: rows and gradients that a step does not wait for travel during the previous or the
                next step, in twice as many launches. False: batches are still loaded and planned ahead, but all rows and
                gradients of a step travel in that step. Try it if rank 0 logs that steps are host-bound
