@@ -191,8 +191,6 @@ def map_leaves(x: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_children(x: Any, change: Callable[[Any], Any]) -> Any:
-    if type(x) is dict:
-        return {k: change(v) for k, v in x.items()}
     if isinstance(x, MutableMapping):
         new = copy.copy(x)
         new.update({k: change(v) for k, v in x.items()})

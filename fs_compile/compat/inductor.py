@@ -15,16 +15,9 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from freescale.compat import (
-    direct_calls,
-    dynamo,
-    dynamo_settings,
-    fx_values,
-    interpreted_graph,
-    kernel_launches,
-    version,
-)
+from freescale.compat import direct_calls, dynamo, dynamo_settings, fx_values, interpreted_graph, kernel_launches
 from freescale.compat.direct_calls import DirectOps
+from freescale.compat.version import torch_version
 
 __all__ = ["CustomGraphPass", "get_hash_for_files"]
 
@@ -221,7 +214,7 @@ def backport_empty_grids() -> None:
     from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
 
     generate = Grid2DWithYZOverflow.generate
-    if version.torch_version() not in ("2.11", "2.12") or getattr(generate, "_freescale", False):
+    if torch_version() not in ("2.11", "2.12") or getattr(generate, "_freescale", False):
         return
 
     def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -238,7 +231,7 @@ def backport_fake_of_fake() -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     from_tensor = FakeTensorMode.from_tensor
-    if version.torch_version() != "2.12" or getattr(from_tensor, "_freescale", False):
+    if torch_version() != "2.12" or getattr(from_tensor, "_freescale", False):
         return
 
     def keep_fakes(self: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:

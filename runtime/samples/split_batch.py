@@ -21,16 +21,8 @@ import torch.distributed as dist
 from freescale.compat import distributed
 from freescale.runtime import batch_structure
 from freescale.runtime.balance.integer_problem import BalanceError
-from freescale.runtime.samples import sample_columns
-from freescale.runtime.samples.batch_leaves import (
-    ArrayLeaf,
-    JaggedLeaf,
-    KeyedJaggedLeaf,
-    Leaf,
-    ObjectsLeaf,
-    Path,
-    TensorLeaf,
-)
+from freescale.runtime.samples import batch_leaves, sample_columns
+from freescale.runtime.samples.batch_leaves import Leaf, Path
 from freescale.runtime.samples.sample_columns import Column
 
 _OF_THE_WHOLE_BATCH = (
@@ -104,19 +96,19 @@ def _leaves(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf]:
     elif batch_structure.is_kjt(x):
         _require_separable(x)
         if x.keys():
-            yield KeyedJaggedLeaf(path, x)
+            yield batch_leaves.KeyedJaggedLeaf(path, x)
     elif isinstance(x, torch.Tensor):
         if x.is_nested or x.layout != torch.strided:
             raise BalanceError(f"freescale: {_described(name)} is a tensor of layout {x.layout}, which cannot be split")
         if x.dim():
-            yield TensorLeaf(path, x)
+            yield batch_leaves.TensorLeaf(path, x)
     elif isinstance(x, np.ndarray):
         if x.dtype.kind not in "biufc":
             raise BalanceError(f"freescale: {_described(name)} is an array of {x.dtype}; expected numbers, or a list")
         if x.ndim:
-            yield ArrayLeaf(path, x)
+            yield batch_leaves.ArrayLeaf(path, x)
     elif type(x) in (list, tuple) and not any(True for _ in batch_structure.leaves(x)):
-        yield ObjectsLeaf(path, x)
+        yield batch_leaves.ObjectsLeaf(path, x)
     else:
         yield from _leaves_inside(path, x, shared)
 
@@ -143,7 +135,7 @@ def _leaves_inside(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf
     for name, child in split.items():
         beside = {n: split[n] for n in (f"{name}_lengths", f"{name}_offsets") if _may_be_lengths(split.get(n))}
         if beside and isinstance(child, torch.Tensor) and child.dim() == 1:
-            yield JaggedLeaf((*path, name), child, beside)
+            yield batch_leaves.JaggedLeaf((*path, name), child, beside)
             found |= {name, *beside}
     for name, child in children:
         if name not in found:
