@@ -1,7 +1,6 @@
 """freescale: a torch.compile backend for sequence recommendation models on many GPUs.
 
-`torch.compile(model, backend="freescale")` needs no import. This module stays light, because TORCH_LOGS="+freescale"
-imports it while torch itself is still being imported; names are loaded lazily.
+Names are loaded lazily: TORCH_LOGS="+freescale" imports this module while torch itself is still being imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The command line: `python -m freescale <command>`. A command is a subparser here and a module elsewhere.
-
-None of these modules imports torch until it is needed.
-"""
+"""The command line: `python -m freescale <command>`. None of these modules imports torch until it is needed."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
-"""Entry point of `torch.compile(model, backend="freescale")`.
-
-torch imports this module when the backend's name is first used. install.py lists the changes that this makes. The user
-needs nothing else.
-"""
+"""Entry point of `torch.compile(model, backend="freescale")`; install.py lists the changes that its import makes."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,20 +16,14 @@ from freescale.kernels.transports import open_transports
 from freescale.runtime import agreement
 from freescale.runtime.tables import torchrec_support
 
-log = logging.getLogger(__name__)
-
 # frame -> number of compilations; more than 1 is a recompilation.
 COMPILED: dict[str, int] = {}
 _settings_compared: set[str] = set()
 
 
 def freescale(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: Mapping[str, Any] | None = None,
-    mode: str | None = None,
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph."""
     try:
         if mode not in (None, "default"):
             raise config.ConfigError(f"backend freescale takes options={{...}} but no mode, found mode={mode!r}")
@@ -92,12 +81,10 @@ def _explaining_assumptions(compiled: Callable[..., Any], places: dict[str, str]
 
 
 def _has_exchange(gm: fx.GraphModule) -> bool:
-    """Whether the graph plans or performs a freescale exchange."""
     return _calls(gm, "freescale")
 
 
 def _calls(gm: fx.GraphModule, *names: str) -> bool:
-    """Whether the graph calls something with one of these names."""
     modules = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]  # includes bodies of autograd.Functions
     return any(name in str(n.target) for m in modules for n in m.graph.nodes for name in names)
 
@@ -106,8 +93,7 @@ def _meet_before_first_run(
     compiled: Callable[..., Any], cfg: config.Config, before_first_run: Callable[[Sequence[Any]], None] | None,
     before_each_run: Callable[[Sequence[Any]], None] | None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Compare the ranks' settings before the first graph with these settings runs for the first time; then run the
-    graph's own hooks."""
+    """Compare the ranks' settings before the first graph with these settings runs for the first time."""
     settings: dict[str, object] = {f"FREESCALE_{k.upper()}": v for k, v in cfg.affecting_graphs().items()}
     settings["torch"] = torch.__version__
     key = repr(sorted(settings.items()))
@@ -133,10 +119,8 @@ _process = install.install(freescale)
 def report() -> dict[str, Any]:
     """Graphs, recompilations, graph breaks and exchanges of this process.
 
-    The passes do not run again for a graph loaded from torch's cache (`graphs_from_cache`): its exchanges, and passes
-    that did not apply, come from the record stored next to torch's cache. If that is missing, as after a hit in a
-    remote cache, they are not counted. DDP's wrapper, which Dynamo cannot trace, breaks the graph around the model but
-    not inside it; those breaks are counted separately.
+    The exchanges of a graph loaded from torch's cache come from the record stored next to it; without one, as after a
+    hit in a remote cache, they are not counted. Breaks around the model in DDP's own forward are counted separately.
     """
     breaks = dynamo_settings.GRAPH_BREAKS
     ddp = sum(n for found, n in breaks.items() if found.is_of_ddp())

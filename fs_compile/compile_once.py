@@ -1,18 +1,15 @@
-"""Avoid duplicate compilation on a host: one process compiles a graph, the others load it from the cache.
-
-The others wait until the first one is done, then all proceed together. A process that does not find the graph in
-torch's cache then compiles it: waiting changes when, never what. The lock is an OS lock on a file next to torch's
-cache, released when its process ends. No rank may wait for another while holding it; if one does, the wait ends after
-`seconds`.
+"""One process of a host compiles a graph, the others wait and load it from torch's cache. A process that does not find
+it there compiles it: waiting changes when, never what. The lock, on a file, ends with its process. No rank may wait for
+another while holding it.
 
 Which rank compiles must be deterministic: generated code sums in an order that depends on the batch sizes that it was
-compiled for, and these differ between ranks. So the first rank of a host gets a head start of a few seconds. If it has
-nothing to compile, the others lose only that time; if it has its own cache folder, they lose it once.
+compiled for, and these differ between ranks. So the first rank of a host gets a head start of a few seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -27,11 +24,6 @@ from torch import fx
 
 from freescale.compat import inductor
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
-
 log = logging.getLogger(__name__)
 
 _PAUSE = 0.05  # seconds between polls of the file
@@ -42,7 +34,7 @@ _FIRST_RANK = "first_rank"  # written next to the locks: the first rank uses thi
 @contextlib.contextmanager
 def compiling_once(gm: fx.GraphModule, settings: str, seconds: float) -> Iterator[None]:
     """Compile a graph inside: alone, or after the process that is compiling it (waiting at most `seconds`)."""
-    file = _open(gm, settings) if fcntl is not None and inductor.waiting_for_caches_pays() else None
+    file = _open(gm, settings) if inductor.waiting_for_caches_pays() else None
     if file is None:
         yield
         return

@@ -1,18 +1,8 @@
 """Every setting of freescale, its legal values and its default. The only module that reads FREESCALE_* variables.
 
-A field `name` is the variable FREESCALE_NAME and the key "name" of `options=`. An explicit option beats the variable,
-the variable beats the default. An unknown name or value is an error that lists the legal ones.
-
-Settings belong to a model: to its torch.compile call. There are no process-wide settings that a later model could
-change. Code that needs settings gets them from the model or the graph at hand:
-
-    the backend, the passes     the options passed by torch.compile
-    tables, while traced        the options of the current compilation (compat's options_while_tracing)
-    a graph's agreement         a number in the graph
-    a LookaheadLoader           the options of its model (compat's options_of), known before the first call; models that
-                                share tables share a background group, whose link the first of their loaders measures
-
-Two are process-wide: `dynamic` (Dynamo's settings are global) and `ring_mb` (pinned once).
+A field `name` is the variable FREESCALE_NAME and the key "name" of `options=`, which beats the variable. Settings
+belong to a model's torch.compile call; code gets them from the model or the graph at hand (compat's options_of and
+options_while_tracing). Two are process-wide: `dynamic` (Dynamo's settings are global) and `ring_mb` (pinned once).
 """
 
 from __future__ import annotations
@@ -118,12 +108,8 @@ class Config:
         "gradients in `fp8` use stochastic rounding",
         ("fp32", "fp16", "bf16", "fp8"),
     )
-    progress: bool = _flag(
-        True, "Rank 0 reports on standard error which graph is compiling, and how long it took"
-    )
-    record: str = _flag(
-        "", "Folder for a recording, one file per rank, for `python -m freescale report`; empty: none"
-    )
+    progress: bool = _flag(True, "Rank 0 reports on standard error which graph is compiling, and how long it took")
+    record: str = _flag("", "Folder for a recording, one file per rank, for `python -m freescale report`; empty: none")
 
     def __post_init__(self) -> None:
         self.enabled_passes()
@@ -165,7 +151,7 @@ class Config:
             )
 
     def _replace_deprecated(self) -> None:
-        """Replace deprecated values by their substitutes, so that cache keys contain these and ranks compare them."""
+        """Cache keys contain the substitutes, and ranks compare them."""
         if (wire := DEPRECATED_WIRES.get(self.wire)) is not None:
             _say_deprecated(f"{PREFIX}WIRE={self.wire}", f"{wire}, rounded to nearest")
             object.__setattr__(self, "wire", wire)
@@ -182,7 +168,6 @@ class Config:
                 object.__setattr__(self, "compress", "")
 
     def compression(self) -> Compression:
-        """What is sent, and in which dtype."""
         found: dict[str, Any] = {}
         for word in _words(self.compress):
             name, sign, value = word.replace("=", ":").partition(":")
@@ -205,7 +190,7 @@ class Config:
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in reporting}
 
     def enabled_passes(self) -> tuple[str, ...]:
-        """The names of the passes that run, in order."""
+        """In the order in which they run."""
         words = _words(self.passes)
         if words in ([], ["none"]):
             return ()
@@ -281,7 +266,6 @@ def _unknown(kind: str, name: str, legal: list[str]) -> ConfigError:
 
 
 def load(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
-    """Load the configuration from the environment and explicit options."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     flags = {PREFIX + name.upper(): name for name in FIELDS}

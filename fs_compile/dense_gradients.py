@@ -1,11 +1,8 @@
 """`FREESCALE_DENSE=allreduce`: the graph averages the gradients of dense parameters, instead of DDP.
 
 In Dynamo's graph, each parameter goes through the op `averaged_parameter`, whose gradient is averaged over the ranks.
-So AOTAutograd puts the average into the backward graph, independent of the passes, and the set of averaged parameters
-is part of the graph and of torch's cache keys. The pass `bucket_gradients` makes it fast.
-
-A parameter qualifies if it is a leaf nn.Parameter that requires a gradient and has no other owner:
-DistributedDataParallel, a sharded table, or code that excluded it from DDP.
+So the set of averaged parameters is part of the graph and of torch's cache keys. A parameter qualifies if it is a leaf
+nn.Parameter that requires a gradient and has no other owner: DDP, a sharded table, or code that excluded it from DDP.
 """
 
 from __future__ import annotations
@@ -36,11 +33,9 @@ _MOMENT = 5.0  # seconds
 
 
 def average_in_graph(gm: fx.GraphModule, inputs: Sequence[Any], cfg: Config) -> Callable[[Sequence[Any]], None] | None:
-    """Mark the parameters of a Dynamo graph; None if there is nothing to average.
-
-    Returns a function to call with the graph's arguments before its first run.
-    """
-    if cfg.dense == "off" or not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):
+    """Mark the parameters of a Dynamo graph. Returns a function to call with the graph's arguments before its first
+    run; None if there is nothing to average."""
+    if cfg.dense == "off" or not torch.is_grad_enabled() or not dist.is_initialized():
         return None
     group_name = _group_name(gm)
     if distributed.group_by_name(group_name).size() == 1:
@@ -84,9 +79,7 @@ def before_each_run(gm: fx.GraphModule, cfg: Config) -> Callable[[Sequence[Any]]
 def _mark(gm: fx.GraphModule, parameters: list[ParameterInput], group_name: str) -> list[ParameterInput]:
     """Mark those that the graph uses. Their gradients are complete in the reverse order of first use."""
     position = {n: i for i, n in enumerate(gm.graph.nodes)}
-    first_use = {
-        p.index: min((position[u] for u in p.node.users if u.op != "output"), default=-1) for p in parameters
-    }
+    first_use = {p.index: min((position[u] for u in p.node.users if u.op != "output"), default=-1) for p in parameters}
     used = [p for p in parameters if first_use[p.index] >= 0]
     used.sort(key=lambda p: (-first_use[p.index], -p.index))
     behind_inputs = next(n for n in gm.graph.nodes if n.op != "placeholder")
@@ -141,7 +134,6 @@ class _Owners:
         self._of_ddp = {id(p) for m in wrappers for p in nn_modules.averaged_by_ddp(m)}
 
     def leave_alone(self, tensor: torch.Tensor) -> bool:
-        """Whether the graph must not average it."""
         of_tables = id(tensor) in self._of_tables or tensor in AVERAGED_BY_TABLES
         return of_tables or nn_modules.left_out_of_ddp(tensor)
 

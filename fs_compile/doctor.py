@@ -1,7 +1,4 @@
-"""Reports what is installed, what works on this machine and what is missing, as text or JSON.
-
-`examine` collects the facts and never raises; `in_words` formats them. Nothing is installed or changed.
-"""
+"""Reports what is installed, what works on this machine and what is missing, as text or JSON. Never raises."""
 
 from __future__ import annotations
 
@@ -62,7 +59,6 @@ class Facts:
 
 
 def main(as_json: bool = False) -> int:
-    """Print the facts. Returns 0 if freescale is usable here."""
     facts = examine()
     print(json.dumps({**asdict(facts), "usable": facts.usable}, indent=2) if as_json else in_words(facts))
     return 0 if facts.usable else 1

@@ -1,12 +1,8 @@
 """Runs the passes on one post-grad graph: order, toggling, lint, timing, one log line and one artifact each.
 
-Inductor calls the driver for the forward and the backward graph. On a hit in torch's caches it does not run, so it only
-affects the graph, and its `uuid` covers our sources and the configuration. The results of the passes are stored next to
-the cached code (graph_report.py) and reported again on a hit.
-
-The bandwidth of the link is not in the `uuid`: each process measures it, and it only affects where launches are placed
-among the compute. Code compiled for a slower link computes the same. Nor is the transport that `auto` chooses, which
-happens at the launch.
+On a hit in torch's caches it does not run, so it only affects the graph, and its `uuid` covers our sources and the
+configuration. Two things are not in the `uuid`: the bandwidth of the link, which only affects where launches are placed
+among the compute, and the transport that `auto` chooses at the launch.
 """
 
 from __future__ import annotations
@@ -43,8 +39,6 @@ Observer = Callable[[str, str, fx.Graph], None]
 
 @dataclass
 class Report:
-    """What the passes did in this process."""
-
     seconds: float = 0.0
     graphs: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
     from_cache: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})  # passes not run again
@@ -69,7 +63,6 @@ def observe(observer: Observer) -> Callable[[], None]:
 
 @cache
 def _source_hash() -> str:
-    """Hash of all source files of the package: passes, ops and lowerings."""
     files: list[str] = []
     for package in (freescale, freescale.passes, freescale.kernels, freescale.runtime):
         files += sorted(str(f) for f in Path(package.__path__[0]).rglob("*.py"))
@@ -151,8 +144,7 @@ class Driver(inductor.CustomGraphPass):
         return compiled
 
     def count_whole_cache_hit(self, trained: bool) -> None:
-        """Count a graph without collectives that was loaded from AOTAutograd's cache, and its backward graph if
-        trained."""
+        """Count a graph without collectives that was loaded from AOTAutograd's cache, and its backward graph."""
         for direction in ("forward", "backward") if trained else ("forward",):
             REPORT.from_cache[direction] += 1
             log.info("loaded the %s graph, which has no collectives, from torch's cache", direction)

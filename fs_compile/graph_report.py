@@ -35,7 +35,7 @@ class GraphRecord:
 
 
 def keep(key: str, record: GraphRecord) -> None:
-    """Ranks that share a cache may write the same record concurrently, so each write is atomic."""
+    """Atomic: ranks that share a cache may write the same record concurrently."""
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,14 +65,14 @@ _REPEAT_EVERY = 30.0  # seconds
 
 def say(words: str, printed: bool = True) -> None:
     log.info(words)
-    if printed and not log.isEnabledFor(logging.INFO) and _is_rank_0():
+    is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
+    if printed and is_rank_0 and not log.isEnabledFor(logging.INFO):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # a closed or missing pipe must not stop it
             print(f"{_CLEAR if sys.stderr.isatty() else ''}freescale: {words}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def repeating(words: str, printed: bool = True) -> Iterator[None]:
-    """Report repeatedly that work is in progress."""
     done, began = threading.Event(), time.monotonic()
 
     def repeat() -> None:
@@ -84,7 +84,3 @@ def repeating(words: str, printed: bool = True) -> Iterator[None]:
         yield
     finally:
         done.set()
-
-
-def _is_rank_0() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

@@ -7,22 +7,16 @@ A *packing* is a string in the graph:
                            6 bytes: a float32 and its position. The other values arrive as zeros
     fp16, bf16             every value, rounded to nearest
     fp8                    every value as e4m3, with one float32 scale per row; rounded to nearest
-    fp8:stochastic         the same, with stochastic rounding
+    fp8:stochastic         rounded to either neighbor, with the probability that makes the expected value exact. It
+                           depends only on the value's position and the launch number, so runs are reproducible
     fp16:codec, bf16:codec:SCALE
                            as TorchRec's codecs: every value is multiplied by the scale, clamped and rounded, also a
                            rank's own rows, which are not sent
 
-Both sides know all sizes from the plan's counts, so nothing else is exchanged. The data for one peer is its *slab*. A
-rank's slab for itself is not sent and not packed.
-
-`largest` cuts a slab into blocks of ROWS rows; the last block may be shorter. The block from row a to row b of the slab
-has b * NUM // DEN - a * NUM // DEN entries: its values of largest magnitude, in the order of their positions. Ties go
-to the first position. Infinities and NaN count as the largest, so a failure stays visible. An entry is three int16: the
-two halves of the value, and its position in the block as an unsigned number.
-
-*Stochastic* rounding goes up or down to a neighbor in the narrow type, with the probability that makes the expected
-value exact. The direction depends only on the value's position and the launch number, so runs are reproducible, and no
-random generator is used. fp16 and bf16 use torch's own casts.
+The data for one peer is its *slab*; both sides know its size from the plan's counts. `largest` cuts it into blocks of
+ROWS rows. The block from row a to row b has b * NUM // DEN - a * NUM // DEN entries, in the order of their positions;
+ties go to the first one. Infinities and NaN count as the largest, so a failure stays visible. An entry is three int16:
+the two halves of the value, and its position in the block as an unsigned number.
 """
 
 from __future__ import annotations
@@ -45,10 +39,7 @@ def fp8_row_bytes(dim: int) -> int:
 
 def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
     """Return uint8 [n, dim padded to a multiple of 4, plus 4]: e4m3 values and a scale that maps the row's largest
-    magnitude to 448.
-
-    A row with an infinity or NaN arrives as NaN.
-    """
+    magnitude to 448. A row with an infinity or NaN arrives as NaN."""
     n, dim = x.shape
     if n == 0 or dim == 0:
         return x.new_empty((n, fp8_row_bytes(dim)), dtype=torch.uint8)
@@ -79,7 +70,6 @@ def _round_to_e4m3(y: torch.Tensor, launch_number: int | None) -> torch.Tensor:
 
 
 def _uniform(y: torch.Tensor, launch_number: int) -> torch.Tensor:
-    """Numbers in [0, 1) that depend only on the position and the launch number."""
     h = torch.arange(y.numel(), device=y.device) * FIRST_PRIME + launch_number * SECOND_PRIME & _MASK
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
     h = ((h ^ (h >> 15)) * 0x846CA68B) & _MASK
@@ -178,8 +168,6 @@ class Slabs:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of all slabs, in order, as int64 tensors."""
-
     first_row: torch.Tensor
     rows: torch.Tensor
     entries: torch.Tensor

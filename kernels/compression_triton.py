@@ -1,13 +1,10 @@
-"""Select, pack and restore the largest values of each block of rows, in Triton. Definition: compression.py.
+"""Select, pack and restore the largest values of each block of rows, in Triton, and convert rows to fp8 and back.
+Definition: compression.py.
 
-One program holds a block in registers. Magnitudes are compared as the bits of absolute values, which sort the same way.
-There is no sort: the kernel searches for the threshold that leaves the required number of values. The first guess comes
-from the mean magnitude, the next ones interpolate between a threshold that is too low and one that is too high. Most
-blocks need five or six guesses; bisection bounds the rest. The selection does not depend on the guesses: of the values
-equal to the threshold, the first ones are kept. Each value is read once and written once. Nothing waits for the device,
-since the host knows where the slabs are.
-
-The rounding kernels convert rows to fp8 and back in one pass over memory.
+One program holds a block in registers and searches for the threshold that leaves the required number of values.
+Magnitudes are compared as the bits of absolute values, which sort the same way. The first guess comes from the mean
+magnitude, the next ones interpolate; most blocks need five or six, and bisection bounds the rest. The selection does
+not depend on the guesses. Nothing waits for the device, since the host knows where the slabs are.
 """
 
 from __future__ import annotations
@@ -41,10 +38,8 @@ def _place(slabs, n_slabs, NUM: tl.constexpr, DEN: tl.constexpr, HEIGHT: tl.cons
 
 @triton.jit
 def _limit(size, total, values, entries, LOG_SHARE: tl.constexpr):
-    """The threshold on `size`, and how many values reach it: `entries`, or more if there are ties at the threshold.
-
-    `total`: sum of the magnitudes. `LOG_SHARE`: log of the share of values to keep.
-    """
+    """The threshold on `size`, and how many values reach it: `entries`, or more if there are ties. `total`: sum of the
+    magnitudes. `LOG_SHARE`: log of the share of values to keep."""
     # Invariant: at least `entries` values reach `low`, fewer reach `high`. `entries` values of size `high` would sum to
     # more than `total`, even with rounding.
     low, left, left_high = 0, values, 0
@@ -242,12 +237,12 @@ def _shape(n_rows: int, row_bytes: int) -> tuple[tuple[int], int, int, int]:
 
 
 def to_fp8(x: torch.Tensor, launch_number: int | None) -> torch.Tensor:
-    """compression.to_fp8 on a GPU."""
     (n, dim), row_bytes = x.shape, fp8_row_bytes(x.shape[1])
     out = x.new_empty((n, row_bytes), dtype=torch.uint8)
     if n and dim:
         grid, rows, values, warps = _shape(n, row_bytes)
-        salt = salt_of(launch_number or 0)
+        # as a signed 32-bit number, so that all launches share one kernel
+        salt = ((launch_number or 0) * SECOND_PRIME + 2**31) % 2**32 - 2**31
         constants = dim, row_bytes, FIRST_PRIME, launch_number is not None, rows, values
         launch(_to_fp8, grid, x.view(torch.int32), out, out.view(torch.int32), n, salt, *constants, num_warps=warps)
     return out
@@ -260,8 +255,3 @@ def from_fp8(packed: torch.Tensor, out: torch.Tensor) -> None:
         grid, rows, values, warps = _shape(n, packed.shape[1])
         constants = dim, packed.shape[1], rows, values
         launch(_from_fp8, grid, packed, packed.view(torch.int32), out, n, *constants, num_warps=warps)
-
-
-def salt_of(launch_number: int) -> int:
-    """The launch's salt as a signed 32-bit number, so that all launches share one kernel."""
-    return (launch_number * SECOND_PRIME + 2**31) % 2**32 - 2**31

@@ -1,13 +1,9 @@
-"""Compressed average of dense gradients, with error feedback: only the largest values are sent, the others later.
+"""Compressed average of dense gradients, with error feedback: only the largest values of each block (compression.py)
+are sent, the others later. Every rank sums what it received in rank order, so the results are bit-identical.
 
-Each rank adds its error to its bucket, sends the largest values of each block (compression.py) to all other ranks, and
-keeps the rest as the new error. Every rank sums the received values in rank order, so the results are bit-identical on
-all ranks.
-
-The error of a parameter is the values not sent yet, so every value is sent eventually. It is part of the training state
-and belongs in checkpoints. After an optimizer step it is stored in `optimizer.state[p]` as "freescale_error", next to
-"freescale_error_rank". From then on the optimizer's state is the source of truth: what load_state_dict writes there is
-used from the next backward pass on. If the state has no error, or another rank's, the error starts at zero.
+The error of a parameter is the values not sent yet. It is part of the training state: after an optimizer step it is
+stored in `optimizer.state[p]` as "freescale_error", next to "freescale_error_rank". From then on that is the source of
+truth: what load_state_dict writes there is used next. If it has no error, or another rank's, the error starts at zero.
 """
 
 from __future__ import annotations
@@ -15,13 +11,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from freescale.compat import distributed, nn_modules
 from freescale.kernels import compression, row_packing
@@ -43,8 +40,8 @@ def start(
 def pack_with_error(
     gradients: list[torch.Tensor], errors: list[torch.Tensor], packing: compression.Packing
 ) -> torch.Tensor:
-    """Return the packed values; `errors` becomes the rest. Nothing is lost or rounded except in gradient + error.
-    Nonfinite values that do not fit in this message are dropped, since they would stay in the error forever."""
+    """Return the packed values; `errors` becomes the rest. Nonfinite values that do not fit in this message are
+    dropped, since they would stay in the error forever."""
     flat = torch.cat([(g + e).reshape(-1) for g, e in zip(gradients, errors, strict=True)])
     sent = row_packing.take_largest(flat[:, None], _one_slab(flat), packing, clear=True)
     flat.nan_to_num_(0.0, 0.0, 0.0)
@@ -73,8 +70,6 @@ ERROR, RANK = "freescale_error", "freescale_error_rank"
 
 
 class ParameterError:
-    """The error of one parameter."""
-
     def __init__(self, name: str, parameter: torch.Tensor | None) -> None:
         self.name = name
         self.parameter = None if parameter is None else weakref.ref(parameter)
@@ -132,14 +127,14 @@ class ParameterError:
         return loaded
 
 
-_by_parameter: dict[int, ParameterError] = {}  # by identity
+_by_parameter: MutableMapping[torch.Tensor, ParameterError] = WeakTensorKeyDictionary()
 _by_name: dict[str, ParameterError] = {}
 _times_registered: Counter[str] = Counter()
 
 
 def register(parameter: torch.Tensor, preferred_name: str) -> str:
-    """Register a parameter and return the name by which ops find its error. The name is made unique in this process. It
-    is the same on every rank if all ranks build their models in the same order."""
+    """Register a parameter and return the name by which ops find its error: unique in this process, and the same on
+    every rank if all ranks build their models in the same order."""
     _keep_errors_in_states()
     known = _of(parameter, preferred_name)
     if _by_name.get(known.name) is known:
@@ -152,8 +147,7 @@ def register(parameter: torch.Tensor, preferred_name: str) -> str:
 
 
 def bind(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-    """Bind a graph's names to these parameters before the graph runs. Two models may share a graph; the errors are
-    those of the model whose step runs."""
+    """Bind a graph's names to these parameters before it runs: two models may share a graph."""
     for name, parameter in zip(names, parameters, strict=True):
         known = _by_name[name].parameter
         if known is None or known() is not parameter:
@@ -161,15 +155,12 @@ def bind(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _of(parameter: torch.Tensor, name: str) -> ParameterError:
-    key = id(parameter)
-    known = _by_parameter.get(key)
-    if known is None or known.parameter is None or known.parameter() is not parameter:
-        known = _by_parameter[key] = ParameterError(name, parameter)
-    return known
+    if parameter not in _by_parameter:
+        _by_parameter[parameter] = ParameterError(name, parameter)
+    return _by_parameter[parameter]
 
 
 def errors_of(names: Sequence[str], gradients: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-    """The error tensors, to be updated in place."""
     global _rank
     _rank = rank
     for name in names:
@@ -184,11 +175,9 @@ _rank = 0  # in the group of the last launch
 @cache
 def _keep_errors_in_states() -> None:
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in parameters:
-            known = _by_parameter.get(id(p))
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
             # Wait until the optimizer has created its own state: some optimizers take any state for a complete one.
-            if p.grad is not None and known is not None and known.parameter is not None and known.parameter() is p:
+            if p.grad is not None and (known := _by_parameter.get(p)) is not None:
                 known.put_into_state(optimizer, p, _rank)
 
     register_optimizer_step_post_hook(after_step)

@@ -1,9 +1,8 @@
 """Launch ops: an all-to-all or an average starts here, and `_c10d_functional.wait_tensor` waits for it.
 
-`transport` names what carries an all-to-all ("auto" chooses at the group's first launch). `packing` says how rows are
-sent ("" is uncompressed; see compression.py). The graph sees one op either way: the result has the shape of the rows,
-and the wait unpacks packed rows, on a GPU on the waiting stream. Rows that a rank sends to itself are copied at the
-launch, unpacked. The launch's record counts the bytes received from other ranks.
+The graph sees one op regardless of `transport` and `packing`: the result has the shape of the rows, and the wait
+unpacks packed rows, on a GPU on the waiting stream. Rows that a rank sends to itself are copied at the launch,
+unpacked. The launch's record counts the bytes received from other ranks.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ def launch(what, x, send_counts, recv_counts, n_recv, priority, table, group_nam
 
 
 def _start(transport, group, x, send_counts, recv_counts, n_recv, priority) -> tuple[torch.Tensor, Any]:
-    """Start an all-to-all. Returns the output and its Work."""
     copies = None if transport == "c10d" else open_transports.transport_for(transport, group, x, n_recv)
     if copies is not None:
         return copies.start(x, send_counts, recv_counts, n_recv, priority)
@@ -103,7 +101,6 @@ def all_reduce_launch(gradients, parameters, group_name, packing=""):
 
 
 def all_reduce_bytes(size: int, world: int) -> int:
-    """Bytes received per rank: reduce-scatter plus all-gather."""
     return 2 * size * (world - 1) // world
 
 

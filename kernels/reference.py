@@ -1,8 +1,5 @@
-"""Reference implementations of every op, in plain, exact torch. These definitions decide what is correct.
-
-The two composite exchange ops use only the small ops below them: the pass that expands a composite runs these functions
-on graph nodes.
-"""
+"""Reference implementations of every op, in plain, exact torch: they decide what is correct. The two composite exchange
+ops use only the small ops below them: the pass that expands a composite runs these functions on graph nodes."""
 
 from __future__ import annotations
 
@@ -63,11 +60,9 @@ def average_gradient(gradient, name, place, group_name):
 
 
 def sum_rows(x, order, ends):
-    """out[i] = x[order[ends[i-1]]] + ... + x[order[ends[i]-1]], in at least float32 and in a fixed order.
-
-    Each segment is summed left to right in runs of RUN_LENGTH entries, then the sums of the runs left to right. So a
-    row that is requested a million times does not need a million sequential additions on a GPU.
-    """
+    """out[i] = x[order[ends[i-1]]] + ... + x[order[ends[i]-1]], in at least float32: left to right in runs of
+    RUN_LENGTH entries, then the sums of the runs left to right. So a row that is requested a million times does not
+    need a million sequential additions on a GPU."""
     return sum_wide(x if x.dtype in (torch.float32, torch.float64) else x.float(), order, ends).to(x.dtype)
 
 
@@ -125,13 +120,12 @@ def _fault(numbers):
 
 
 def count_values(lengths, offsets, values, keys, unique_keys, reader, group_name=None):
-    """Sum the lengths of each key, and check them; the second result is a row_requests.Fault as numbers. If there is a
-    fault, the sums are chosen so that nothing is read past the values until plan_now raises. Both results are on the
-    host, which waits for the device.
+    """Sum the lengths of each key, and check them; the second result is a row_requests.Fault as numbers. With a fault,
+    the sums are such that nothing is read past the values until plan_now raises. The host waits for the device.
 
-    `group_name`: given if no plan_now follows; then this raises on every rank of the group. `reader` names the tables.
-    It keeps AOTAutograd from merging the nodes of two readers, which would leave the sizes of the second reader without
-    a source."""
+    `group_name`: given if no plan_now follows; then this raises on every rank. `reader` names the tables. It keeps
+    AOTAutograd from merging the nodes of two readers, which would leave the second reader's sizes without a source.
+    """
     lengths, offsets = lengths.cpu(), None if offsets is None else offsets.cpu()
     fault = row_requests.find_fault(keys, unique_keys, lengths, offsets, values.shape[0])
     if group_name is not None:
@@ -153,9 +147,7 @@ def checked_weights(weights, ids, features, group_name):
 
 def expect_ids(token, ids, planned, step, table, lengths=None, counts=None, fault=None):
     """Check that the plan is for these ids and for this many per key: `counts` are planned, `lengths` [keys, samples].
-
-    `fault`: result of count_values for unplanned lengths. count_values raises on a fault, so it must run before any op
-    that reads rows by these lengths."""
+    `fault`: result of count_values for unplanned lengths, which must run before any op that reads rows by them."""
     require_planned(ids, planned, step, table, _equal)
     if lengths is not None:
         require_counts(lengths, counts, step, table, has_counts)
@@ -176,7 +168,7 @@ def require_counts(lengths, counts, step, table, has_counts):
 
 
 def has_counts(lengths, counts):
-    """Whether no length is negative and the lengths of each key add up to its count. Then all lengths are within the
+    """Whether no length is negative and the lengths of each key add up to its count; then all lengths are within the
     rows of their key. (The boundaries of samples within a key are not planned and may change.)"""
     return (lengths >= 0).all() & _equal(lengths.sum(1), counts)
 

@@ -1,17 +1,7 @@
-"""Kernels on table rows: pack, sum, update. Each runs in Triton or in plain torch.
-
-    pack_rows      rows of a table, for all peers at once
-    sum_rows       sums of rows in a fixed order (defined in reference.py; GPU implementation here)
-    expect_ids     check ids against the plan (defined in reference.py)
-    update_rows    sum_rows, then one step of SGD or (row-wise) Adagrad on the rows, in place, in one pass over memory
-
-float32, bfloat16 and float16 rows on a GPU use the Triton kernels (row_kernels_triton.py), which never wait for the
-device; everything else uses the plain torch of the definitions. The kernels are bit-identical to the definitions except
-that Adagrad's mean of squares is summed in a different order. A row's result depends only on its own values, its
-gradients and their order.
-
-Rows that are not float32 are summed and updated in float32 and rounded once, when written.
-"""
+"""Kernels on table rows: pack, sum, update. Each runs in Triton (row_kernels_triton.py) for float32, bfloat16 and
+float16 rows on a GPU, else in the plain torch of the definitions. The two are bit-identical except that Adagrad's mean
+of squares is summed in a different order. A row's result depends only on its own values, its gradients and their order.
+Rows that are not float32 are summed and updated in float32 and rounded once, when written."""
 
 from __future__ import annotations
 
@@ -47,7 +37,6 @@ def sum_rows(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> torch.
 
 
 def expect_ids(token, ids, planned, step, table, lengths=None, counts=None, fault=None):
-    """reference.expect_ids, with one kernel per comparison."""
     from freescale.kernels import row_kernels_triton
 
     def equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -64,13 +53,10 @@ def update_rows(
     order: torch.Tensor, ends: torch.Tensor, lr: float, eps: float, optimizer: str, longest: int | None = None,
     fused: bool = False,
 ) -> None:  # fmt: skip
-    """One optimizer step on weight[rows[i]] with the sum of grad[order[ends[i-1]]] ... grad[order[ends[i]-1]].
-
-    `rows` are distinct. `momentum` has one number per element for Adagrad, one per row for row-wise Adagrad. `longest`
-    is an upper bound on the gradients of one row, if the caller knows one (the number of ranks, if each rank sends a
-    row once); it saves the search for long segments. `fused`: round a * b + c once, as FBGEMM does; else twice, as
-    torch does.
-    """
+    """One optimizer step on weight[rows[i]] with the sum of grad[order[ends[i-1]]] ... grad[order[ends[i]-1]]. `rows`
+    are distinct. `momentum` has one number per element for Adagrad, one per row for row-wise Adagrad. `longest`, an
+    upper bound on the gradients of one row, saves the search for long segments. `fused`: round a * b + c once, as
+    FBGEMM does; else twice, as torch does."""
     _check("update_rows", weight, rows=rows, order=order, ends=ends)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"freescale: optimizer must be one of {', '.join(OPTIMIZERS)}, found {optimizer!r}")
@@ -109,7 +95,7 @@ def update_rows_reference(
 def step_rows(
     weight: torch.Tensor, momentum: torch.Tensor | None, rows: torch.Tensor, grads: torch.Tensor, lr: float, eps: float
 ) -> None:
-    """One step of SGD, or with a momentum (row-wise) Adagrad, with one gradient per row, in the gradients' dtype."""
+    """SGD, or with a momentum (row-wise) Adagrad, with one gradient per row, in the gradients' dtype."""
     step = lr * grads
     if momentum is not None:
         squares = grads.square()
@@ -127,10 +113,8 @@ def adam_rows(
     lr: float, eps: float, betas: tuple[float, float], weight_decay: float, step: int,
 ) -> None:  # fmt: skip
     """Adam step number `step` (from 1), with one gradient per row, in the gradients' dtype. As in FBGEMM, rows that are
-    not looked up keep their averages, and all rows share the step count.
-
-    `squares` is [rows, dim], or [rows] for partial row-wise Adam, which averages the mean of a row's squares.
-    """
+    not looked up keep their averages, and all rows share the step count. `squares` is [rows, dim], or [rows] for
+    partial row-wise Adam, which averages the mean of a row's squares."""
     beta1, beta2 = betas
     new_squares = grads.square()
     if squares.dim() == 1:

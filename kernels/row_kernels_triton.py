@@ -1,12 +1,9 @@
-"""Gather, sum and update rows in one pass over memory, in Triton. Definitions and checks: row_kernels.py.
+"""Gather, sum and update rows in one pass over memory, in Triton. Definitions and checks: row_kernels.py. Rows are
+contiguous [n, dim]; indices are contiguous int64. Nothing waits for the device.
 
-Rows are contiguous [n, dim] tensors of float32, bfloat16 or float16; indices are contiguous int64. Nothing here waits
-for the device: sizes come from shapes, and only the kernels read segment lengths.
-
-Each column of each run (reference.RUN_LENGTH entries of a segment) is summed sequentially, left to right, so that the
-bits do not depend on the launch. Segments, runs and columns run in parallel. Many short segments share a program, one
-entry of each at a time. A long segment has its own program, with many rows in flight. A segment of several runs has one
-program per run; the sums of the runs are then added as if they were its rows.
+Each column of each run (reference.RUN_LENGTH entries of a segment) is summed left to right, so that the bits do not
+depend on the launch. Many short segments share a program, one entry of each at a time. A long segment has its own, with
+many rows in flight; one of several runs has one per run, whose sums are then added as if they were its rows.
 """
 
 from __future__ import annotations
@@ -190,10 +187,8 @@ def _sum_runs(
     x, order, ends, sums, n_segments, n,
     DIM: tl.constexpr, RUN_LENGTH: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sum the runs that begin in one window of RUN_LENGTH entries of `order`, of segments with several runs.
-
-    At most two do: one of the segment that the window begins in, and the first run of the segment that it ends in.
-    """
+    """Sum the runs that begin in one window of RUN_LENGTH entries of `order`, of segments with several runs. At most
+    two do: one of the segment that the window begins in, and the first run of the segment that it ends in."""
     window = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     segment, high = window * 0, window * 0 + n_segments - 1
@@ -298,7 +293,6 @@ def _has_counts(lengths, counts, out, samples, BLOCK: tl.constexpr):
 
 
 def has_counts(lengths: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """reference.has_counts of contiguous tensors."""
     out = torch.empty(lengths.shape[0], dtype=torch.bool, device=lengths.device)
     if lengths.shape[0]:
         launch(_has_counts, (lengths.shape[0],), lengths, counts, out, lengths.shape[1], 1024, num_warps=4)
@@ -315,10 +309,7 @@ def update_segments(
     weight: torch.Tensor, momentum: torch.Tensor | None, grad: torch.Tensor, rows: torch.Tensor,
     order: torch.Tensor, ends: torch.Tensor, lr: float, eps: float, longest: int | None = None, fused: bool = False,
 ) -> None:  # fmt: skip
-    """SGD without `momentum`, row-wise Adagrad with one number per row, Adagrad with one per element.
-
-    No segment has more than `longest` entries.
-    """
+    """SGD without `momentum`, row-wise Adagrad with one number per row, Adagrad with one per element."""
     mode = SGD if momentum is None else ROWWISE_ADAGRAD if momentum.dim() == 1 else ADAGRAD
     _launch(grad, order, ends, None, rows, weight, momentum, lr, eps, mode, longest, fused=fused)
 

@@ -8,20 +8,8 @@ from functools import partial
 
 import torch
 
-from freescale.kernels.compression import (
-    WIDE_TYPES,
-    Packing,
-    Slabs,
-    compress,
-    decode,
-    encode,
-    entries_of,
-    expand,
-    from_fp8,
-    packed_counts,
-    parse,
-    to_fp8,
-)  # fmt: skip
+from freescale.kernels import compression
+from freescale.kernels.compression import Packing, Slabs
 
 
 @dataclass(frozen=True)
@@ -41,29 +29,30 @@ class Packed:
 def pack(
     text: str, x: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int, launch_number: int
 ) -> Packed:
-    """Pack float32 rows [n, dim], grouped by peer, without this rank's own (see copy_own).
-    `launch_number`: determines, with a value's position, how `fp8:stochastic` rounds it."""
-    packing, send, recv = parse(text), Slabs.of(send_counts, rank), Slabs.of(recv_counts, rank)
+    """Pack float32 rows [n, dim], grouped by peer, without this rank's own (see copy_own). `launch_number`: determines,
+    with a value's position, how `fp8:stochastic` rounds it."""
+    packing, send, recv = compression.parse(text), Slabs.of(send_counts, rank), Slabs.of(recv_counts, rank)
     unpack: Callable[[torch.Tensor, torch.Tensor], None]
     if packing.kind == "largest":
         packed, unpack = take_largest(x, send, packing), partial(put_back, slabs=recv, packing=packing)
     else:
         packed = _narrow(of_others(x, send_counts, rank), packing, launch_number)
         unpack = partial(_widen, packing=packing, counts=recv_counts, rank=rank)
-    return Packed(packed, packed_counts(send.rows, packing), packed_counts(recv.rows, packing), unpack)
+    send_rows, recv_rows = (compression.packed_counts(slabs.rows, packing) for slabs in (send, recv))
+    return Packed(packed, send_rows, recv_rows, unpack)
 
 
 def copy_own(
     text: str, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor, recv_counts: torch.Tensor, rank: int
 ) -> None:
     """Copy the rows that this rank sends to itself, uncompressed; TorchRec's codecs round them, too."""
-    packing = parse(text)
+    packing = compression.parse(text)
     sent, received = _own_rows(send_counts, rank), _own_rows(recv_counts, rank)
     n, expected = sent.stop - sent.start, received.stop - received.start
     if n != expected:
         raise ValueError(f"freescale: rank {rank} sends {n} rows to itself and expects {expected}")
     if n:
-        out[received] = decode(encode(x[sent], packing), packing) if packing.codec else x[sent]
+        out[received] = compression.decode(compression.encode(x[sent], packing), packing) if packing.codec else x[sent]
 
 
 def _own_rows(counts: torch.Tensor, rank: int) -> slice:
@@ -73,7 +62,6 @@ def _own_rows(counts: torch.Tensor, rank: int) -> slice:
 
 
 def of_others(x: torch.Tensor, counts: torch.Tensor, rank: int) -> torch.Tensor:
-    """The rows for or from all other ranks."""
     parts = around(x, counts, rank)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -92,8 +80,8 @@ def _narrow(x: torch.Tensor, packing: Packing, launch_number: int) -> torch.Tens
             from freescale.kernels import compression_triton
 
             return compression_triton.to_fp8(x, number)
-        return to_fp8(x, number)
-    narrow = encode(x, packing) if packing.codec else x.to(WIDE_TYPES[packing.kind])
+        return compression.to_fp8(x, number)
+    narrow = compression.encode(x, packing) if packing.codec else x.to(compression.WIDE_TYPES[packing.kind])
     return narrow.view(torch.uint8)
 
 
@@ -107,10 +95,10 @@ def _widen(packed: torch.Tensor, out: torch.Tensor, packing: Packing, counts: to
 
                 compression_triton.from_fp8(rows, part)
             else:
-                from_fp8(rows, part)
+                compression.from_fp8(rows, part)
         else:
-            narrow = rows.view(WIDE_TYPES[packing.kind])
-            part.copy_(decode(narrow, packing) if packing.codec else narrow)
+            narrow = rows.view(compression.WIDE_TYPES[packing.kind])
+            part.copy_(compression.decode(narrow, packing) if packing.codec else narrow)
         begin += part.shape[0]
 
 
@@ -120,9 +108,9 @@ def take_largest(x: torch.Tensor, slabs: Slabs, packing: Packing, clear: bool = 
         from freescale.kernels import compression_triton
 
         return compression_triton.compress(x, slabs, packing, clear)
-    packed = compress(x, slabs, packing)
+    packed = compression.compress(x, slabs, packing)
     if clear:
-        x.view(-1)[entries_of(packed, slabs, packing, x.shape[1])[0]] = 0.0
+        x.view(-1)[compression.entries_of(packed, slabs, packing, x.shape[1])[0]] = 0.0
     return packed
 
 
@@ -133,7 +121,7 @@ def put_back(packed: torch.Tensor, out: torch.Tensor, slabs: Slabs, packing: Pac
 
         compression_triton.expand(packed, out, slabs, packing, add)
     elif add:
-        places, values = entries_of(packed, slabs, packing, out.shape[1])
+        places, values = compression.entries_of(packed, slabs, packing, out.shape[1])
         out.view(-1)[places] += values  # positions are distinct
     else:
-        expand(packed, out, slabs, packing)
+        compression.expand(packed, out, slabs, packing)

@@ -103,7 +103,6 @@ def _rewrite(graph: fx.Graph, bucket: Bucket, behind: fx.Node) -> fx.Node:
 
 
 def _first_after(node: fx.Node) -> fx.Node:
-    """The node after `node`; placeholders stay first."""
     node = node.next
     while node.op in ("placeholder", "get_attr"):
         node = node.next

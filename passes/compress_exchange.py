@@ -124,7 +124,7 @@ def _dense_site(x: GraphExchange, share: Fraction) -> Site:
 
 
 def dense_packing(n: int, share: Fraction) -> Packing:
-    """The packing of a bucket of n values. Blocks are large enough that each sends something every time; otherwise some
+    """The packing of a bucket of n values. Each block is large enough to send something every time; otherwise some
     values would never reach the parameters."""
     most = MAX_BLOCK if share < Fraction(1, 1000) else DENSE_BLOCK
     height = n if n <= most else next(h for h in range(most, 0, -1) if n % h == 0 or 2 * (n % h) >= h)

@@ -71,7 +71,6 @@ def find_exchanges(gm: fx.GraphModule, cfg: Config) -> int:
 
 
 def count_exchanges(graph: fx.Graph) -> int:
-    """Return the number of exchanges that would be marked."""
     return sum(_exchange(n) is not None for n in graph.nodes)
 
 
@@ -185,10 +184,8 @@ def _is_update(user: fx.Node, value: fx.Node) -> bool:
 
 
 def _ends_outside(start: fx.Node) -> bool:
-    """Whether the scattered sum leaves the graph as a gradient or goes back into a table, without further compute.
-
-    Gradients of other lookups of the same table may be added.
-    """
+    """Whether the scattered sum leaves the graph as a gradient, with those of other lookups of the table, or goes back
+    into a table, without further compute."""
     todo, seen = [start], {start}
     while todo:
         node = todo.pop()

@@ -1,6 +1,5 @@
-"""Facts about a graph shared between passes: its exchanges, and why a pass could not apply. And its short text form for
-tests, logs and artifacts, `name = op(args)  # shape`, which is the same on every rank.
-"""
+"""Facts about a graph shared between passes: its exchanges, and why a pass could not apply. And its text for tests,
+logs and artifacts, `name = op(args)  # shape`, which is the same on every rank."""
 
 from __future__ import annotations
 
@@ -55,7 +54,6 @@ class GraphExchange:
 
 
 def exchanges(graph: fx.Graph) -> list[GraphExchange]:
-    """The exchanges marked by `find_exchanges`, in graph order."""
     return [x for n in graph.nodes for x in exchanges_at(n)]
 
 
@@ -71,7 +69,6 @@ def dense_collectives(graph: fx.Graph) -> list[fx.Node]:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument `name` of a node that calls a freescale op."""
     target: Any = node.target
     names = [a.name for a in target._schema.arguments]
     position = names.index(name)
@@ -84,14 +81,12 @@ def add_call(graph: fx.Graph, origin: fx.Node, target: Any, *args: Any, **kwargs
 
 
 def annotate(node: fx.Node, origin: fx.Node) -> fx.Node:
-    """Give a new node its fake value, and the provenance of `origin`."""
     node.meta.update({k: origin.meta[k] for k in _ORIGIN_KEYS if k in origin.meta})
     node.meta["val"] = fx_values.fake_value(node)
     return node
 
 
 def last_wait(launch: fx.Node) -> fx.Node | None:
-    """The last wait of a launched tensor, None if the graph has none."""
     waits = waits_of(launch)
     return waits[-1] if waits else None
 

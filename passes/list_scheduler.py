@@ -1,9 +1,7 @@
-"""List scheduler of overlap_attention: simulates time over a graph and decides the order of its nodes.
-
-Critical nodes run as early as possible; if one must wait for data still in flight, other ready work runs first.
-Background work is placed where its link is idle and where the clock predicts its arrival. Dense gradients are launched
-when they are complete and the urgent ones before them have arrived; the waits for them are at the end.
-"""
+"""List scheduler of overlap_attention: simulates time over a graph and decides the order of its nodes. Critical nodes
+run as early as possible; while one waits for data in flight, other ready work runs. Background work is placed where its
+link is idle and where the clock predicts its arrival. Dense gradients are launched when they are complete and the
+urgent ones before them have arrived; the waits for them are at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ BACKWARD_WORK = 2.0  # cost of the backward pass relative to the forward pass
 
 @dataclass
 class _Wire:
-    """Arrival times of launches. Launches of one group share a link and run one after another."""
+    """Arrival times of launches. Those of one group share a link and run one after another."""
 
     free_at: dict[str, float] = field(default_factory=dict)  # by priority
     arrival: dict[fx.Node, float] = field(default_factory=dict)  # by launch
@@ -100,7 +98,6 @@ class ListScheduler:
     # -- dependencies ---------------------------------------------------------------------------------------------
 
     def _descendants(self, start: Order) -> set[fx.Node]:
-        """`start` and everything that depends on it."""
         reached = set(start)
         for node in self.nodes:
             if node.op != "output" and any(n in reached for n in node.all_input_nodes):
@@ -108,7 +105,6 @@ class ListScheduler:
         return reached
 
     def _ancestors(self, start: Order) -> set[fx.Node]:
-        """`start` and everything that it depends on."""
         reached, todo = set(start), list(start)
         while todo:
             new = [n for n in self.predecessors[todo.pop()] if n not in reached]
@@ -117,10 +113,8 @@ class ListScheduler:
         return reached
 
     def _nodes_to_sink(self) -> dict[fx.Node, None]:
-        """Work before the last urgent launch that no launch needs, latest first: it will cover the urgent launches.
-
-        All of it, regardless of the traced batch's sizes: later batches may send more, and the only cost is memory.
-        """
+        """Work before the last urgent launch that no launch needs, latest first: it will cover the urgent launches. All
+        of it, regardless of the traced batch's sizes: later batches may send more, and the only cost is memory."""
         sunk: dict[fx.Node, None] = {}
         launches = [x.launch for x in self.urgent]
         needed = self._ancestors(launches)
@@ -144,16 +138,12 @@ class ListScheduler:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def _wire_seconds(self, x: GraphExchange) -> float:
-        """Predicted transfer time. The first step, which is traced, has no late gradients: assume as many as early
-        rows."""
+        """Predicted transfer time. The traced step has no late gradients: assume as many as early rows."""
         same_size = [x]
         if x in self.late and len(self.late) == len(self.early):
             same_size.append(self.early[self.late.index(x)])
         bytes_per_second = self.bytes_per_second or link_speed.estimate(argument(x.launch, "group_name"))
         return max(node_cost.wire_seconds(y.bytes, bytes_per_second) for y in same_size)
-
-    def _urgent_in_flight(self) -> bool:
-        return any(n not in self.scheduled for x in self.urgent for n in (x.launch, *waits_of(x.launch)))
 
     def _schedule_dense(self, pending: Order) -> Order:
         """Launch what is ready after the urgent gradients should have arrived; return the rest."""
@@ -166,7 +156,8 @@ class ListScheduler:
 
     def _schedule_background(self, pending: Order) -> Order:
         """Schedule the nodes whose time has come; return the rest."""
-        if pending and self._urgent_in_flight():
+        in_flight = (n not in self.scheduled for x in self.urgent for n in (x.launch, *waits_of(x.launch)))
+        if pending and any(in_flight):
             return pending
         while pending:
             x = self.exchange_of_wait.get(pending[0])
@@ -177,11 +168,8 @@ class ListScheduler:
         return pending
 
     def _wait_time(self, x: GraphExchange) -> float:
-        """When to wait for late gradients: after they arrived, halfway to the deadline.
-
-        The deadline is the end of this graph, or the point after which early rows would not arrive within the backward
-        pass.
-        """
+        """When to wait for late gradients: after they arrived, halfway to the deadline: the end of this graph, or the
+        point after which early rows would not arrive within the backward pass."""
         arrival = self.wire.arrival[x.launch]
         end = self.now + self.compute_left
         early_rows = sum(self._wire_seconds(y) for y in self.early)

@@ -37,24 +37,19 @@ _REPETITIONS = 3
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """Speed of one rank, per second."""
-
     flops: float  # floating-point operations
     memory: float  # bytes read or written
 
 
 def wire_seconds(size: sympy.Expr, bytes_per_second: float) -> float:
-    """Transfer time of `size` bytes on a link."""
     return max(hint(size), 0) / bytes_per_second
 
 
 def hint(size: Any) -> int:
-    """A size as a number, from the traced batch."""
     return fx_values.size_hint(size, UNKNOWN_SIZE)
 
 
 def bytes_of(value: Any) -> int:
-    """Size of a tensor or of several."""
     if isinstance(value, (list, tuple)):
         return sum(bytes_of(v) for v in value)
     if not isinstance(value, torch.Tensor):
@@ -87,7 +82,6 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def seconds(node: fx.Node, machine: MachineSpeed) -> float:
-    """Compute time of a node on this rank."""
     value = node.meta.get("val")
     if node.op != "call_function" or node.target is WAIT or is_view(node) or not _has_tensors(value):
         return 0.0
@@ -187,7 +181,6 @@ def machine(device_type: str) -> MachineSpeed:
 
 
 def device_of(nodes: Iterable[fx.Node]) -> str:
-    """The device type of the graph's compute."""
     for node in nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
@@ -196,10 +189,8 @@ def device_of(nodes: Iterable[fx.Node]) -> str:
 
 
 def peak_bytes(order: list[fx.Node]) -> int:
-    """Peak memory if the nodes run in this order: results, and what the forward pass saved.
-
-    AOTAutograd names inputs that a graph may not free (parameters and the batch) `primals_*`.
-    """
+    """Peak memory if the nodes run in this order: results, and what the forward pass saved. (AOTAutograd names inputs
+    that a graph may not free, parameters and the batch, `primals_*`.)"""
     position = {n: i for i, n in enumerate(order)}
     frees: list[int] = [0] * (len(order) + 1)
     held = peak = 0

@@ -1,8 +1,5 @@
-"""Ordering constraints between nodes that data flow does not express.
-
-`predecessors` is for the pass that reorders the graph (list_scheduler.py), `control_dependencies` for the compiler,
-which runs after the passes and might reorder it again.
-"""
+"""Ordering constraints between nodes that data flow does not express: `predecessors` for the pass that reorders the
+graph (list_scheduler.py), `control_dependencies` for the compiler, which might reorder it again."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ Order = list[fx.Node]
 
 
 def predecessors(nodes: Order, last_launches: Order) -> dict[fx.Node, dict[fx.Node, None]]:
-    """For each node, what must run before it: its inputs, and constraints that data flow does not express.
-
-    `last_launches`: these follow all other collectives, in this order.
-    """
+    """For each node, what must run before it. `last_launches` follow all other collectives, in this order."""
     before: dict[fx.Node, dict[fx.Node, None]] = {n: dict.fromkeys(n.all_input_nodes) for n in nodes}
 
     def chain(nodes_in_order: Iterable[fx.Node]) -> None:
@@ -34,7 +28,7 @@ def predecessors(nodes: Order, last_launches: Order) -> dict[fx.Node, dict[fx.No
 
     last = set(last_launches)
     chain([*(n for n in nodes if is_collective(n) and n not in last), *last_launches])
-    chain(n for n in nodes if _is_random(n))
+    chain(n for n in nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()))
     _keep_mutations(nodes, before)
     output = nodes[-1]
     for node in nodes[:-1]:
@@ -49,10 +43,6 @@ def is_collective(node: fx.Node) -> bool:
     if "c10d" in node.target.namespace:
         return True
     return any(a.name in ("group_name", "group") for a in node.target._schema.arguments)
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _keep_mutations(nodes: Order, before: dict[fx.Node, dict[fx.Node, None]]) -> None:
@@ -89,10 +79,8 @@ def _written_inputs(node: fx.Node) -> Order:
 
 def control_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each node, those that must run before it: pins launches and waits to their place among the compute, and
-    orders each collective after the previous one.
-
-    Only unfused kernels are named (node_cost.is_compute): pointwise work stays free to be fused.
-    """
+    orders each collective after the previous one. Only unfused kernels are named: pointwise work stays free to be
+    fused."""
     dependencies = _pinned_places(graph)
     for node, before in _previous_collectives(graph).items():
         if before not in dependencies.setdefault(node, []):
@@ -101,8 +89,8 @@ def control_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _previous_collectives(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The previous collective of each collective, if data flow does not order the two: the compiler sees only this
-    rank's sizes and could start them in either order."""
+    """The previous collective of each collective, if data flow does not order the two: the compiler, which sees only
+    this rank's sizes, could start them in either order."""
     previous: dict[fx.Node, fx.Node] = {}
     last: fx.Node | None = None
     after_last: set[fx.Node] = set()  # nodes that run after it in any case

@@ -57,11 +57,7 @@ def memory_bound(nodes: Order, to_place: list[GraphExchange]) -> int:
 
 
 def best_order(
-    nodes: Order,
-    to_place: list[GraphExchange],
-    seconds: dict[fx.Node, float],
-    bytes_per_second: float,
-    max_bytes: int,
+    nodes: Order, to_place: list[GraphExchange], seconds: dict[fx.Node, float], bytes_per_second: float, max_bytes: int
 ) -> Order:
     """The order with the most overlap within the memory bound; other arguments as for ListScheduler."""
     for sink_share, hoist in _ATTEMPTS:

@@ -3,9 +3,8 @@
 Before:   out = wait(all_to_all_single(x, recv, send)) ; history = out[:, :a] ; candidates = out[:, a:]
 After:    history = wait(all_to_all_single(x[:, :a])) ; candidates = wait(all_to_all_single(x[:, a:]))
 
-Each consumer gets its own launch, in the order of first use; overlap_attention places the waits. Two kinds of slices
-are supported: along a trailing dimension of the result and, if all ranks send equal sizes, along dimension 1 of the
-result viewed as [ranks, rows per rank, ...].
+Each consumer gets its own launch, in the order of first use. Slices may be along a trailing dimension of the result or,
+if all ranks send equal sizes, along dimension 1 of the result viewed as [ranks, rows per rank, ...].
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ class ConsumerSlice:
 
 @dataclass(frozen=True)
 class ConsumerSplit:
-    """One plain all-to-all, to be replaced by one per slice."""
-
     exchange: GraphExchange
     dim: int  # the sliced dimension
     ranks: int | None  # the result is first viewed as [ranks, rows per rank, ...]; None: sliced directly
@@ -145,7 +142,6 @@ def _first_compute(node: fx.Node, position: dict[fx.Node, int]) -> int | None:
 
 
 def apply(graph: fx.Graph, split: ConsumerSplit) -> None:
-    """Replace the exchange by one launch and one wait per slice."""
     old, wait = split.exchange.launch, split.exchange.wait
     assert wait is not None
     x, recv, send, group = old.args
@@ -178,7 +174,7 @@ def apply(graph: fx.Graph, split: ConsumerSplit) -> None:
 
 
 def _erase_unused(graph: fx.Graph, source: fx.Node) -> None:
-    """Erase a node and all its users, which are now unused."""
+    """Erase all users of a node, which are now unused."""
     unused, todo = {source}, [source]
     while todo:
         new = [u for u in todo.pop().users if u not in unused]

@@ -52,7 +52,8 @@ def _open(graph: fx.Graph, x: GraphExchange) -> None:
     tracer = fx.proxy.GraphAppendingTracer(graph)
     before = old.prev
     with graph.inserting_before(old):
-        result = REFERENCES[old.target](*(_as_proxy(a, tracer) for a in old.args), **old.kwargs)
+        args = [fx.Proxy(a, tracer) if isinstance(a, fx.Node) else a for a in old.args]
+        result = REFERENCES[old.target](*args, **old.kwargs)
     node = launch = before.next
     while node is not old:
         node = annotate(node, old).next
@@ -62,7 +63,3 @@ def _open(graph: fx.Graph, x: GraphExchange) -> None:
     assert wait is not None
     chunk = GraphExchange("chunk", x.payload, x.priority, x.bytes, launch, wait, first_user(wait), x.table)
     launch.meta[EXCHANGE_KEY] = chunk
-
-
-def _as_proxy(argument: Any, tracer: fx.proxy.GraphAppendingTracer) -> Any:
-    return fx.Proxy(argument, tracer) if isinstance(argument, fx.Node) else argument

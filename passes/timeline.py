@@ -1,7 +1,4 @@
-"""Summarizes a graph as a sequence of launches, waits and blocks of compute with predicted times, for display.
-
-Predictions use the cost model of `overlap_attention` (node_cost.py), for the traced batch.
-"""
+"""A graph as a sequence of launches, waits and blocks of compute with times predicted by node_cost.py, for display."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Detect ranks that would run different programs before they communicate, and raise on every rank.
 
-Each rank posts what it will run to the store of the default process group. The store counts arrivals and equal posts;
-the last rank to arrive posts the verdict that all ranks wait for. So the number of store requests per rank does not
-depend on the number of ranks. A rank that failed earlier posts the verdict itself, so no rank waits for it. Ranks wait
-for a late rank as long as it reports that it is compiling.
+Each rank posts what it will run to the default group's store, which counts arrivals and equal posts. The last rank to
+arrive, or one that failed, posts the verdict that all wait for: the number of requests per rank does not depend on the
+number of ranks. Ranks wait for a late rank as long as it reports that it is compiling.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ class Disagreement(RuntimeError):
 
 
 def _looks(seconds: float) -> Iterator[None]:
-    """Yield now, and again after growing pauses, for `seconds`.
-
-    Not the store's own wait, which would block other store requests of this process.
-    """
+    """Yield now, and again after growing pauses, for `seconds`. (The store's own wait would block other requests.)"""
     end, pause = time.monotonic() + seconds, 0.002
     while True:
         yield
@@ -56,7 +52,7 @@ def _looks(seconds: float) -> Iterator[None]:
 
 
 def _has_peers() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 class _Agreement:
@@ -78,11 +74,9 @@ class _Agreement:
             self.give_verdict({} if self._store.add(same, 0) == world else {"different": True})
 
     def give_verdict(self, verdict: dict[str, object]) -> None:
-        """Post a verdict; the first one wins."""
         self._store.compare_set(self._verdict, "", json.dumps(verdict))
 
     def wait(self, seconds: float) -> dict[str, Any] | None:
-        """The verdict; None on timeout."""
         for _ in _looks(seconds):
             if self._store.check([self._verdict]):
                 return json.loads(self._store.get(self._verdict))
@@ -109,10 +103,8 @@ def post_failure(error: BaseException) -> None:
 
 
 def agree(settings: dict[str, object], timeout: float, group_name: str | None = None) -> None:
-    """Raise on every rank unless all ranks of a group call this with the same `settings`.
-
-    A rank that is more than `timeout` seconds late is waited for while it compiles.
-    """
+    """Raise on every rank unless all ranks of a group call this with the same `settings`. A rank that is more than
+    `timeout` seconds late is waited for while it compiles."""
     if not _has_peers():
         return
     ranks, group = list(range(dist.get_world_size())), _EVERYONE
@@ -131,8 +123,8 @@ def agree(settings: dict[str, object], timeout: float, group_name: str | None = 
 
 
 def first_reason(key: str, reason: str = "", instead_of: str = "") -> str:
-    """Post `reason` to the store unless another rank has posted one, and return the first posted. Without `reason`:
-    return the first posted, or "". `instead_of`: a reason to replace. Never raises, and returns within seconds."""
+    """Post `reason` to the store unless another rank has posted one, and return the first posted; without `reason`,
+    that or "". `instead_of`: a reason to replace. Never raises, and returns within seconds."""
     found: list[str] = []
 
     def ask() -> None:
@@ -152,10 +144,8 @@ _compared: set[str] = set()
 
 
 def compare_soon(name: str, value: str, others: Iterable[str], seconds: float) -> None:
-    """Raise if a rank that called this earlier, or calls it within `seconds`, has another of the possible values.
-
-    For settings that only some ranks would synchronize on. A rank waits briefly, once per process.
-    """
+    """Raise if a rank that called this earlier, or calls it within `seconds`, has another of the possible values: for
+    settings that only some ranks would synchronize on. A rank waits briefly, once per process."""
     if name in _compared or not _has_peers():
         return
     _compared.add(name)
@@ -225,7 +215,6 @@ def _compare(settings: Mapping[int, Mapping[str, object]]) -> None:
 
 
 def _what_differs(expected: object, actual: object) -> tuple[object, object]:
-    """For two long lists, only the entries that differ, if any."""
     if not (isinstance(expected, list) and isinstance(actual, list)) or max(len(expected), len(actual)) <= _LONG_LIST:
         return expected, actual
     only_expected, only_actual = ([x for x in a if x not in b] for a, b in ((expected, actual), (actual, expected)))

@@ -1,8 +1,6 @@
-"""Batches of any structure: find the ids that the exchanges need, and move tensors to a device or to the host.
-
-A batch is a tensor, a KeyedJaggedTensor, or a dict, list, tuple or dataclass of batches. A feature is a key of a
-KeyedJaggedTensor, or a dict key or field name whose value is an integer tensor.
-"""
+"""Batches of any structure: find the ids that the exchanges need, and move tensors to a device or to the host. A batch
+is a tensor, a KeyedJaggedTensor, or a dict, list, tuple or dataclass of batches. A feature is a key of a
+KeyedJaggedTensor, or a dict key or field name whose value is an integer tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import torch
 from freescale.compat import dynamo
 from freescale.kernels.planning import row_requests
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_kjt(x: Any) -> bool:
@@ -25,7 +23,6 @@ def is_kjt(x: Any) -> bool:
 
 
 def children(x: Any) -> Iterator[tuple[str, Any]]:
-    """Children of a dict, dataclass, list or tuple, by name."""
     if type(x) is dict or isinstance(x, Mapping):
         yield from ((str(k), v) for k, v in x.items())
     elif dataclasses.is_dataclass(x) and not isinstance(x, type):
@@ -37,7 +34,6 @@ def children(x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _named_leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """`leaves`, each with its key or field name."""
     if is_kjt(x) or isinstance(x, torch.Tensor):
         yield name, x
     else:
@@ -46,24 +42,22 @@ def _named_leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _find_features(batch: Any, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (feature, tensor or KeyedJaggedTensor with its ids) for each occurrence of a wanted feature. A tensor with
-    the same name as a key of a KeyedJaggedTensor is not that feature: it may be a label."""
+    """(feature, tensor or KeyedJaggedTensor with its ids) for each occurrence of a wanted feature. A tensor with the
+    same name as a key of a KeyedJaggedTensor is not that feature: it may be a label."""
     named, wanted = list(_named_leaves("", batch)), set(wanted)
     keys = {key for _, x in named if is_kjt(x) for key in x.keys()}
     for name, x in named:
         if is_kjt(x):
             yield from ((key, x) for key in x.keys() if key in wanted)
-        elif name in wanted and name not in keys and x.dtype in _INTEGERS:
+        elif name in wanted and name not in keys and x.dtype in INTEGERS:
             yield name, x
 
 
 def id_holders(batch: Any, wanted: Sequence[str]) -> list[Any]:
-    """The tensors and KeyedJaggedTensors of the batch that hold ids of the wanted features."""
     return list({id(x): x for _, x in _find_features(batch, wanted)}.values())
 
 
 def leaves(x: Any) -> Iterator[Any]:
-    """The tensors and KeyedJaggedTensors of the batch."""
     if isinstance(x, torch.Tensor) or is_kjt(x):
         yield x
     else:
@@ -76,9 +70,8 @@ def leaves(x: Any) -> Iterator[Any]:
 
 
 def feature_ids_and_counts(batch: Any, wanted: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """The ids of each wanted feature, on the CPU, and the number of values per key of the KeyedJaggedTensors that hold
-    the ids, for all keys, unless two of them differ. Raises if a feature is missing or ambiguous. It may be in the
-    batch several times, with the same ids (some pipelines want every feature in one KeyedJaggedTensor besides)."""
+    """The ids of each wanted feature, on the CPU, and the number of values per key of the KeyedJaggedTensors with ids,
+    unless two of these differ. Raises if a feature is missing, or in the batch several times with different ids."""
     ids: dict[str, torch.Tensor] = {}
     places = list(_find_features(batch, wanted))
     host = _ids_on_host([x for _, x in places])
@@ -167,7 +160,6 @@ class BatchEvent:
         self._events = {device: stream.record_event() for device, stream in self._streams.items()}
 
     def wait(self) -> None:
-        """Make the current streams wait, and keep the batch's memory from being reused before they are done."""
         for device, event in self._events.items():
             current = torch.cuda.current_stream(device)
             if current != self._streams[device]:
@@ -199,9 +191,6 @@ def map_leaves(x: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_children(x: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of x with `change(child)` for each child, in the order of `children`."""
-    if type(x) is dict:
-        return {k: change(v) for k, v in x.items()}
     if isinstance(x, MutableMapping):
         new = copy.copy(x)
         new.update({k: change(v) for k, v in x.items()})

@@ -1,8 +1,5 @@
-"""Dense parameters whose gradients the compiled graphs average: track them, and synchronize them at the start.
-
-DistributedDataParallel broadcasts rank 0's parameters when it is constructed. Without DDP, that happens here, before
-the first graph that uses them runs. Buffers stay local, as in TorchRec's DistributedModelParallel.
-"""
+"""Dense parameters whose gradients the compiled graphs average. Without DDP, which broadcasts rank 0's when it is
+constructed, that happens here before the first graph that uses them runs. Buffers stay local, as in TorchRec."""
 
 from __future__ import annotations
 

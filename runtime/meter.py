@@ -1,11 +1,8 @@
 """The bubble meter: per step of this rank, where its time went and what was sent; and `freescale.log_to`, its scalars.
+A LookaheadLoader marks the end of each step; without one, call `freescale.meter.mark()`.
 
-It is always on and costs a few microseconds per launch. A LookaheadLoader marks the end of each step; without one, call
-`freescale.meter.mark()`.
-
-On a GPU the host runs ahead of the device, so a wait of the host need not idle the device. There, a step is the time
-between two events on the compute stream. A third event right before the step's graph shows how long the stream was idle
-until then; the host's records show why.
+On a GPU the host runs ahead of the device, so a step is the time between two events on the compute stream. A third
+event right before the step's graph shows how long the stream was idle until then; the host's records show why.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from freescale.compat import distributed
 from freescale.kernels.ops import table_registry
@@ -31,8 +29,8 @@ def log_to(writer: Any, every: int = 1, prefix: str = "freescale") -> Callable[[
         end = freescale.log_to(SummaryWriter())
 
     Writes `<prefix>/step_seconds`, and `<prefix>/exposed_share` etc. for the parts of a step: see
-    `freescale.meter.steps`. On a GPU, a step is written some steps later, once the device has its times. Steps without
-    a number are counted from the first one.
+    `freescale.meter.steps`. On a GPU, a step is written some steps later. Steps without a number are counted from the
+    first one.
     """
     if not callable(getattr(writer, "add_scalar", None)):
         found = type(writer).__name__
@@ -137,8 +135,7 @@ class RankTimes:
             self._untold.append((number, step))
 
     def tell(self) -> tuple[int, int]:
-        """Return the number and nanoseconds of a finished step, or (-1, 0) if there is none. Called by the planning
-        thread, like `hear`."""
+        """Number and nanoseconds of a finished step, or (-1, 0). In the planning thread, like `hear`."""
         if not self._untold or not is_known(self._untold[0][1]):
             return -1, 0
         number, step = self._untold.popleft()
@@ -146,7 +143,6 @@ class RankTimes:
         return number, max(round(summary(step)["busy"] * 1e9), 0)
 
     def hear(self, of_ranks: Sequence[tuple[int, int]] | np.ndarray) -> None:
-        """Process what each rank reported with a batch."""
         numbers, times = np.asarray(of_ranks).T
         for number in np.unique(numbers[numbers >= 0]).tolist():
             of_step = times[numbers == number]
@@ -173,10 +169,8 @@ class Meter:
         self._listeners: list[Callable[[FinishedStep], None]] = []
 
     def mark(self, step: Any = None, device: torch.device | None = None) -> FinishedStep | None:
-        """End the current step and start the next one, called `step`. Return the finished one, for `summary`.
-
-        `device`: a GPU whose current stream runs the step. That stream then measures waits before the model call.
-        """
+        """End the current step and start the next one, called `step`. Return the finished one, for `summary`. `device`:
+        a GPU whose current stream runs the step, and then measures waits before the model call."""
         now, records = time.perf_counter(), list(launch_record.records)
         launch_record.records.clear()
         # A launch with a pending wait belongs to the step that will wait for it.
@@ -209,7 +203,6 @@ class Meter:
         self._began = None
 
     def discard(self) -> None:
-        """Drop the current step."""
         if self._on_device is not None:
             self._unread.remove(self._on_device)
         self._began, self._on_device = None, None
@@ -297,7 +290,7 @@ def is_known(step: FinishedStep) -> bool:
 def record_averages(model: torch.nn.Module, tables: Sequence[str], device: torch.device) -> Callable[[], None]:
     """With DDP, attribute the wait for its gradient averaging to dense gradients: the wait at the end of a backward
     pass that updates the `tables`. Return a function that undoes this."""
-    if not distributed.wraps_in_ddp(model):
+    if not any(isinstance(m, DistributedDataParallel) for m in model.modules()):
         return lambda: None
     updated = 0
 

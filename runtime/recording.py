@@ -1,4 +1,4 @@
-"""`FREESCALE_RECORD=DIR`: one file per rank, appended with one JSON line per event.
+"""`FREESCALE_RECORD=DIR`: one file per rank, with one JSON line per event, for `python -m freescale report DIR`.
 
     start     run, rank, world, versions, device; the first line
     graph     what was found and what each pass did, or why not; also for graphs loaded from torch's caches;
@@ -10,9 +10,7 @@
     balance   an entry of LookaheadLoader.balance_stats()
     end       the process exited normally; the last line
 
-The training thread only appends to a queue. A separate thread writes once a second, so a killed process loses at most
-the last second. If the file cannot be written, the recording stops with a warning; training continues.
-Read it with `python -m freescale report DIR`.
+A separate thread writes once a second. If the file cannot be written, the recording stops with a warning.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class Recorder:
     """Appends to one file. Its methods only queue, and are thread-safe."""
 
     def __init__(self, folder: str) -> None:
-        in_world = dist.is_available() and dist.is_initialized()
+        in_world = dist.is_initialized()
         self.rank, world = (dist.get_rank(), dist.get_world_size()) if in_world else (0, 1)
         self.run = _run_name(in_world)
         self.path = Path(folder) / f"{self.run}-rank{self.rank:05d}.jsonl"

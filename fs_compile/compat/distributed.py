@@ -22,7 +22,6 @@ def group_by_name(name: str) -> dist.ProcessGroup:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether the group has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 
@@ -43,30 +42,25 @@ def devices_of_group(group: dist.ProcessGroup) -> tuple[str, ...]:
     return tuple(d.type for d in group._device_types)
 
 
-def gather_ints(
-    mine: Sequence[int], group: dist.ProcessGroup, timeout: timedelta = timedelta(0)
-) -> list[list[int]]:
-    """Gather every rank's integers, in rank order. `timeout`: if different from the group's."""
+def gather_ints(mine: Sequence[int], group: dist.ProcessGroup, timeout: timedelta = timedelta(0)) -> list[list[int]]:
+    """In rank order. `timeout`: if different from the group's."""
     said, heard = np.array(mine, dtype=np.int64), np.empty((group.size(), len(mine)), dtype=np.int64)
     group._allgather_base(torch.from_numpy(heard.reshape(-1)), torch.from_numpy(said)).wait(timeout)
     return heard.tolist()
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Gather every rank's object over a CPU group, in rank order."""
+    """Over a CPU group, in rank order."""
     objects: list[Any] = [None] * group.size()
     dist.all_gather_object(objects, mine, group=group)
     return objects
 
 
 def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Broadcast those of the group's first rank, many at once, as DDP does."""
     dist._broadcast_coalesced(group, tensors, 25 << 20, 0)
 
 
-def all_to_all(
-    out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup
-) -> None:
+def all_to_all(out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup) -> None:
     """dist.all_to_all_single without its overhead, which takes as long as a small message."""
     group.alltoall_base(out, x, recv, send).wait()
 
@@ -78,22 +72,14 @@ def around_end_of_backward(begin: Callable[[], Callable[[], None]]) -> None:
     engine.queue_callback(lambda: engine.queue_callback(begin()))
 
 
-def wraps_in_ddp(model: torch.nn.Module) -> bool:
-    """Whether DDP averages gradients of the model or of a part of it."""
-    return any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in model.modules())
-
-
 def start_all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """All-gather under one name for every torch: the public one changed in 2.14."""
     return group._allgather_base(out, x)
 
 
 def hang_up(group: dist.ProcessGroup) -> None:
-    """Close this rank's connections of a gloo group, so that pending operations fail at once on all ranks.
-
-    Gloo cannot abort a group, but it closes one in which a receive timed out. So this receives a message that is never
-    sent. Never raises.
-    """
+    """Close this rank's connections of a gloo group, so pending operations fail at once on all ranks. Never raises.
+    Gloo cannot abort a group, but it closes one in which a receive timed out; so this receives what is never sent."""
     if group.size() > 1:
         with contextlib.suppress(Exception):
             nobody = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NEVER_SENT)
@@ -104,14 +90,12 @@ _NEVER_SENT = 2**31 - 1  # a tag
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether gloo carries the group's CPU tensors."""
     if "cpu" not in devices_of_group(group):
         return False
     return isinstance(group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ()))
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of the group's operations."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]

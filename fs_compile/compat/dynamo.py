@@ -38,10 +38,7 @@ def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark_static(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Make the sizes of a graph input static, from dimension `first` on.
-
-    (torch._dynamo.mark_static does nothing while tracing.)
-    """
+    """Make the sizes of a graph input static from dimension `first` on. (torch's own does nothing while tracing.)"""
     tensor._dynamo_static_indices = set(range(first, tensor.dim()))  # type: ignore[attr-defined]
     return tensor
 
@@ -61,11 +58,8 @@ _recomputing: weakref.WeakSet[Any] = weakref.WeakSet()  # ShapeEnvs
 
 
 def recompute_fakes() -> None:
-    """Turn off torch's cache of fake-tensor results for the rest of the graph being traced.
-
-    If nearly every op has sizes of its own, the cache never hits, and with symbolic sizes an entry costs several times
-    as much as the op.
-    """
+    """Turn off torch's cache of fake-tensor results for the rest of the graph being traced. If nearly every op has
+    sizes of its own, it never hits, and with symbolic sizes an entry costs several times as much as the op."""
     mode = torch._guards.TracingContext.get().fake_mode
     assert mode is not None and mode.shape_env is not None
     _recomputing.add(mode.shape_env)
@@ -81,8 +75,7 @@ def go_on_recomputing_fakes() -> None:
 
 
 def codes_being_traced() -> list[CodeType]:
-    """Code objects of the function that Dynamo is tracing for freescale and of the functions inlined into it, if
-    any."""
+    """Code objects of the function that Dynamo is tracing for freescale and of the functions inlined into it."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     if not dynamo_settings.is_tracing():
@@ -96,7 +89,6 @@ def codes_being_traced() -> list[CodeType]:
 
 
 def forget_compiled(codes: Iterable[CodeType]) -> None:
-    """Make Dynamo trace these again at the next call."""
     for code in codes:
         torch._C._dynamo.eval_frame.reset_code(code)
 
@@ -121,10 +113,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def autograd_inside_op() -> Iterator[None]:
-    """Enable autograd inside an op, even if a dispatch mode or inference mode turned it off.
-
-    AOTAutograd runs the first call of a forward graph under such a mode.
-    """
+    """Enable autograd inside an op, even if inference mode, or the dispatch mode in which AOTAutograd runs the first
+    call of a forward graph, turned it off."""
     with outside_inference_mode():
         include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):

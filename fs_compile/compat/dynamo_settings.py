@@ -1,9 +1,7 @@
-"""Settings and symbolic sizes while Dynamo traces and compiles a model for freescale. Other models of the process keep
-torch's own settings.
+"""Settings and symbolic sizes while Dynamo traces and compiles a model for freescale; other models keep torch's.
 
-Graphs of many features also avoid work of torch on sizes that is never used: a plan holds the end of each key's values
-as the sizes of `value_counts.slots` (runtime/tables/step_plan.py), which grow from key to key. For each split between
-two features, torch asks whether they do, and checks it again in every step.
+A plan holds the end of each key's values as the sizes of `value_counts.slots` (runtime/tables/step_plan.py), which grow
+from key to key. For each split between two features torch asks whether they do; `drop_implied_guards` saves the checks.
 """
 
 from __future__ import annotations
@@ -21,7 +19,10 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+import torch._dynamo.config as dynamo_config
+import torch.fx.experimental._config as shapes_config
 from torch import fx
+from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 PLANNED = "freescale_plan"  # in Dynamo's names of a plan's tensors
@@ -42,9 +43,7 @@ def is_tracing() -> bool:
 
 
 def dynamo_settings(dynamic: bool) -> dict[str, Any]:
-    """Dynamo settings with which a TorchRec model becomes one graph, as {attribute: value}."""
-    import torch._dynamo.config as dynamo
-
+    """Those with which a TorchRec model becomes one graph."""
     settings: dict[str, Any] = {
         "capture_scalar_outputs": True,  # keep data-dependent sizes in the graph
         "capture_dynamic_output_shape_ops": True,  # and ops with data-dependent output sizes (plan_now)
@@ -53,7 +52,7 @@ def dynamo_settings(dynamic: bool) -> dict[str, Any]:
         "optimize_ddp": False,  # do not split the graph at DDP's buckets; DDP still averages the gradients
         # Training, evaluation, batches of one sample, with and without a plan: each has its own graph. torch's limit is
         # 8.
-        "recompile_limit": max(64, dynamo.recompile_limit),
+        "recompile_limit": max(64, dynamo_config.recompile_limit),
     }
     if dynamic:
         settings["assume_static_by_default"] = False
@@ -62,29 +61,20 @@ def dynamo_settings(dynamic: bool) -> dict[str, Any]:
 
 
 def shape_settings(dynamic: bool) -> dict[str, Any]:
-    """The settings for symbolic shapes."""
     return {"use_duck_shape": False} if dynamic else {}  # sizes may be equal by chance in the first batch
-
-
-def _configs() -> tuple[Any, Any]:
-    import torch._dynamo.config as dynamo
-    import torch.fx.experimental._config as shapes
-
-    return dynamo, shapes
 
 
 @contextlib.contextmanager
 def tracing(dynamic: bool) -> Iterator[None]:
     """The settings hold inside, in this thread or process as torch's own `patch` does."""
-    dynamo, shapes = _configs()
-    with compiling(), dynamo.patch(dynamo_settings(dynamic)), shapes.patch(shape_settings(dynamic)):
+    patch_shapes: Any = shapes_config.patch  # type: ignore[attr-defined]
+    with compiling(), dynamo_config.patch(dynamo_settings(dynamic)), patch_shapes(shape_settings(dynamic)):
         yield
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """`is_tracing` inside, without the settings: torch compiles a backward graph when it is first needed, in a thread
-    of autograd's."""
+    """`is_tracing` inside, without the settings: torch compiles a backward graph later, in a thread of autograd's."""
     token = _tracing.set(True)
     try:
         yield
@@ -100,8 +90,8 @@ def enter_while_tracing(
     tell: Callable[[GraphBreak], None],
 ) -> None:
     """From now on, each frame compilation for a backend that `is_ours` runs inside `context()`. If it fails, it runs
-    again inside the context that each of `retries` gives, if any; if all fail, what `failed` makes of the first error
-    is raised. Each retry gets the first error. `tell` gets each new graph break."""
+    again inside the context that each of `retries` gives for the error, if any; if all fail, what `failed` makes of the
+    first error is raised. `tell` gets each new graph break."""
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
     convert = CatchErrorsWrapper.__call__
@@ -137,9 +127,7 @@ def enter_while_tracing(
 def breaking_at_reads() -> Iterator[None]:
     """Inside, Dynamo breaks the graph where a model reads a tensor's value (`.item()`, `int(x)`) or makes a tensor of a
     size that depends on values, as it does by default: the next graph then knows the size."""
-    import torch._dynamo.config as dynamo
-
-    with dynamo.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):
+    with dynamo_config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):
         yield
 
 
@@ -166,11 +154,10 @@ GRAPH_BREAKS: Counter[GraphBreak] = Counter()
 
 @contextlib.contextmanager
 def _recording_breaks(tell: Callable[[GraphBreak], None]) -> Iterator[Callable[[Any, Any], Any]]:
-    """Add the graph breaks of the frame compiled inside to GRAPH_BREAKS; `tell` of new ones. (Dynamo's counters omit
-    breaks at a branch, and functions that it skips because of a break in a loop. It never compiles generators.) Yields
-    a function that gets the frame and what it was converted to, which it returns."""
+    """Add the graph breaks of the frame compiled inside to GRAPH_BREAKS; `tell` of new ones. Yields a function that
+    gets the frame and what it was converted to, which it returns. (Dynamo's counters omit breaks at a branch, and
+    functions that it skips because of a break in a loop. It never compiles generators.)"""
     from torch._dynamo.output_graph import graph_break_reasons
-    from torch._dynamo.utils import counters
 
     before, refused = len(graph_break_reasons), dict(counters["unimplemented"])
     skipped: list[GraphBreak] = []
@@ -201,11 +188,8 @@ def _graph_break(reason: Any) -> GraphBreak:
 
 def choose_symbols() -> None:
     """While a model is traced for freescale, make the sizes of plans unbacked symbols, so that no graph depends on
-    their values, including 0 and 1. For user inputs torch compiles separate graphs for sizes of 0 and 1, as usual.
-
-    A parameter's gradient gets no symbolic size: Dynamo does not know its sources, so it cannot guard on them.
-    (A view into a DDP bucket would get some.)
-    """
+    their values, including 0 and 1. A parameter's gradient (a view into a DDP bucket) gets no symbolic size: Dynamo
+    does not know its sources, so it cannot guard on them."""
     from torch._dynamo.source import TensorProperty, TensorPropertySource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -269,8 +253,8 @@ def line_of(error: BaseException) -> str:
 
 
 def places_of_sizes(gm: fx.GraphModule) -> dict[str, str]:
-    """For each symbol of a size or number that a Dynamo graph reads from a tensor, the user's line as "file:line
-    (code)": the innermost outside freescale, where a lookup reads it."""
+    """For each symbol of a size that a Dynamo graph reads from a tensor, the user's line as "file:line (code)": the
+    innermost outside freescale, where a lookup reads it."""
     found = {}
     ours = {getattr(m, "__file__", None) for name, m in list(sys.modules.items()) if name.split(".")[0] == "freescale"}
     for node in gm.graph.nodes:
@@ -282,8 +266,7 @@ def places_of_sizes(gm: fx.GraphModule) -> dict[str, str]:
 
 
 def explain_assumption(error: BaseException, places: dict[str, str]) -> str:
-    """What to do if a graph failed because a batch does not satisfy what torch assumed of sizes; empty if it failed for
-    another reason."""
+    """What to do if a batch does not satisfy what torch assumed of sizes; empty if the error is another one."""
     words = str(error)
     lines = list(dict.fromkeys(places[symbol] for symbol in _UNBACKED.findall(words) if symbol in places))
     if not lines or not _ASSUMPTION.match(words):
@@ -318,8 +301,7 @@ _SLOT = re.compile(r"(.*\bfreescale_plan\b.*\.slots)\[(\d+)\]\.size\(\)\[0\]")
 
 
 def leave_out_contiguity() -> None:
-    """While a model is compiled for freescale, AOTAutograd skips computing the memory formats of every node, which
-    Inductor does not read."""
+    """While a model is compiled for freescale, AOTAutograd omits memory formats, which Inductor does not read."""
     from torch.fx.experimental import proxy_tensor
 
     extract = proxy_tensor._extract_tensor_metadata
@@ -348,7 +330,6 @@ def drop_implied_guards() -> int:
 
 
 def _slots(shape_env: Any) -> list[list[sympy.Symbol]]:
-    """The symbols of each plan's slots, in order."""
     plans: dict[str, dict[int, sympy.Symbol]] = {}
     for symbol, sources in shape_env.var_to_sources.items():
         for source in sources:
@@ -359,10 +340,8 @@ def _slots(shape_env: Any) -> list[list[sympy.Symbol]]:
 
 
 def _is_implied(relation: sympy.Basic, slots: list[sympy.Symbol]) -> bool:
-    """Whether 0 <= slots[0] <= slots[1] <= ... implies `relation`.
-
-    As a linear form in the steps between slots, which are nonnegative, it must have no negative coefficient.
-    """
+    """Whether 0 <= slots[0] <= slots[1] <= ... implies `relation`: as a linear form in the steps between slots, which
+    are nonnegative, it must have no negative coefficient."""
     if not isinstance(relation, (sympy.Ge, sympy.Le)):
         return False
     terms = dict((relation.gts - relation.lts).as_coefficients_dict())

@@ -1,8 +1,7 @@
 """Whether an exception leaves a loop: Python closes the loop's generator then, as for `break`, and does not say why.
 
-An exception that leaves a frame has a traceback of it, and the frame is at the instruction that raised, or at one that
-raises again what a handler was given (`raise`, the end of a `finally`). `break`, `return` and `close()` are at neither,
-whatever exceptions somebody keeps.
+An exception that leaves a frame has a traceback of it, and the frame is at the instruction that raised, or raises again
+what a handler was given. `break`, `return` and `close()` are at neither, whatever exceptions somebody keeps.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ _YIELDS = ("YIELD_VALUE", "RESUME")
 _RAISES = ("RERAISE", "RAISE_VARARGS")
 
 
-def describe_exception(
-    frame: FrameType | None, closed: BaseException | None = None, handled_before: int = 0
-) -> str:
-    """The exception that leaves the frame which has closed a generator; else the one that was handled when it was
-    `closed`, unless that was handled when the loop began (`handled_before`: its id); "" where there is neither."""
+def describe_exception(frame: FrameType | None, closed: BaseException | None = None, handled_before: int = 0) -> str:
+    """The exception that leaves the frame which has closed a generator; else the one handled when it was `closed`,
+    unless that was handled when the loop began (`handled_before`: its id); "" where there is neither."""
     if frame is None:
         return describe_end_of_process()  # nothing runs any more that could have closed it
     while frame is not None:

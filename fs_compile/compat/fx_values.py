@@ -35,8 +35,6 @@ def expression(size: Any) -> Any:
 
 
 def fake_value(node: fx.Node) -> Any:
-    """The fake result of a new call_function node, computed from its arguments' values."""
-
     def value(n: fx.Node) -> Any:
         return n.meta["val"]
 

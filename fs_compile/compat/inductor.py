@@ -5,23 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
+import torch._inductor.config as config
 from torch import fx
+from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from freescale.compat import (
-    direct_calls,
-    dynamo,
-    dynamo_settings,
-    fx_values,
-    interpreted_graph,
-    kernel_launches,
-    version,
-)
+from freescale.compat import direct_calls, dynamo, dynamo_settings, fx_values, interpreted_graph, kernel_launches
 from freescale.compat.direct_calls import DirectOps
+from freescale.compat.version import torch_version
 
 __all__ = ["CustomGraphPass", "get_hash_for_files"]
 
@@ -38,10 +34,9 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:  # fmt: skip
     """Compile; `post_pass` sees the post-grad graphs of the forward and the lazily compiled backward.
 
-    `traced_anew`: skip AOTAutograd's cache, so that each graph is looked up by itself, under `watch`. Then, if a graph
-    needs no autograd, it calls `direct_ops` as functions and launches kernels with less overhead.
+    `traced_anew`: skip AOTAutograd's cache, so that each graph is looked up by itself, under `watch`. Then a graph that
+    needs no autograd calls `direct_ops` as functions and launches kernels with less overhead.
     """
-    import torch._functorch.config as functorch
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.output_code import CompiledFxGraph
 
@@ -61,16 +56,14 @@ def compile_with_inductor(
 
 
 def _needs_no_autograd(gm: fx.GraphModule) -> bool:
-    """Whether no op of the graph can use autograd inside: each is torch's or ours, or has an autograd kernel of its
-    own, inside which torch.library turns autograd off."""
+    """Whether each op is torch's or ours, or has an autograd kernel, inside which torch.library turns autograd off."""
     ops = {n.target for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
     foreign = (op.name() for op in ops if op.namespace not in _OPS_WITHOUT_AUTOGRAD)
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd") for name in foreign)
 
 
 def _below_autograd(call: Any) -> Callable[..., Any]:
-    """Skip the autograd dispatch of every op, which is not needed in a compiled graph. For a Python op
-    (`torch.library.custom_op`) that dispatch is in Python, too."""
+    """Skip the autograd dispatch of every op, which for a Python op (`torch.library.custom_op`) is in Python, too."""
     guard = torch._C._AutoDispatchBelowAutograd
 
     def run(inputs: Any) -> Any:
@@ -83,11 +76,8 @@ def _below_autograd(call: Any) -> Callable[..., Any]:
 def compile_with_interpreter(
     gm: fx.GraphModule, inputs: Sequence[Any], post_pass: CustomGraphPass, record: Callable[[], Any], looked_up: bool
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Run the same passes on the same graphs as `compile_with_inductor`, but let torch run the graphs.
-
-    AOTAutograd's cache stores them with what `record` returns after the passes, and loads them if `looked_up`. Also
-    returns the records of loaded graphs.
-    """
+    """Run the same passes on the same graphs, but let torch run the graphs. AOTAutograd's cache stores them with what
+    `record` returns after the passes, and loads them if `looked_up`. Also returns the records of loaded graphs."""
     from torch._inductor.compile_fx import compile_fx
 
     interpreted_graph.complete_values(gm)
@@ -99,8 +89,6 @@ def compile_with_interpreter(
 
 
 def _patches(post_pass: CustomGraphPass) -> dict[str, Any]:
-    import torch._inductor.config as config
-
     theirs = config.post_grad_custom_post_pass
     if theirs is not None and type(theirs) is not type(post_pass):
         post_pass = _Chain(theirs, post_pass)
@@ -117,8 +105,6 @@ def _patches(post_pass: CustomGraphPass) -> dict[str, Any]:
 
 
 class _Chain(CustomGraphPass):
-    """Runs a pass that the user set before ours."""
-
     def __init__(self, theirs: Any, ours: CustomGraphPass) -> None:
         self.passes = [*theirs, ours] if isinstance(theirs, (list, tuple)) else [theirs, ours]
 
@@ -134,10 +120,8 @@ class _Chain(CustomGraphPass):
 def _interpret(
     gm: fx.GraphModule, inputs: Sequence[Any], record: Callable[[], Any], **kwargs: Any
 ) -> Callable[[list[Any]], Any]:
-    """An `inner_compile` that stops after the post-grad passes: the graph's own Python code runs.
-
-    Boxed: the caller's references are dropped when the graph starts, so memory is freed as usual.
-    """
+    """An `inner_compile` that stops after the post-grad passes: the graph's own Python code runs. Boxed: the caller's
+    references are dropped when the graph starts, so memory is freed as usual."""
     from torch._inductor.compile_fx import _recursive_post_grad_passes
     from torch._inductor.virtualized import V
     from torch.fx.graph import _BoxedCodeGen
@@ -157,8 +141,6 @@ def _interpret(
 
 
 def caches_are_on() -> bool:
-    from torch._inductor import config
-
     # Inductor's cache; without it AOTAutograd's is off too
     return bool(config.fx_graph_cache) and not torch.compiler.config.force_disable_caches
 
@@ -170,36 +152,26 @@ def waiting_for_caches_pays() -> bool:
 
 def _ranks_talk_while_compiling() -> bool:
     """torch features, off by default, with which ranks compare or measure something during compilation."""
-    from torch._functorch import config as functorch
-    from torch._inductor import config
-
     overlap = getattr(config, "aten_distributed_optimizations", None)
-    return any(
-        (
-            getattr(functorch, "_sync_decision_cross_ranks", False),
-            getattr(config, "distributed_max_autotune_gemm", False),
-            getattr(config, "reorder_for_compute_comm_overlap", False),
-            getattr(overlap, "enable_overlap_scheduling", False),
-        )
+    flags = (
+        (functorch, "_sync_decision_cross_ranks"),
+        (config, "distributed_max_autotune_gemm"),
+        (config, "reorder_for_compute_comm_overlap"),
+        (overlap, "enable_overlap_scheduling"),
     )
+    return any(getattr(where, name, False) for where, name in flags)
 
 
 def cache_hits() -> int:
-    """Number of graphs loaded from Inductor's cache."""
-    from torch._dynamo.utils import counters
-
     return counters["inductor"]["fxgraph_cache_hit"]
 
 
 def whole_hits() -> int:
-    """Number of graphs loaded from AOTAutograd's cache, together with their backward graphs."""
-    from torch._dynamo.utils import counters
-
+    """Graphs loaded from AOTAutograd's cache, together with their backward graphs."""
     return counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def cache_key(compiled: Any) -> str | None:
-    """Cache key of a compiled graph; None if it was not looked up."""
     return getattr(compiled, "_fx_graph_cache_key", None)
 
 
@@ -218,11 +190,8 @@ def bind_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -> N
 
 
 def register_launch_lowering(op: Any) -> None:
-    """Lower an asynchronous collective so that Inductor keeps its input until the wait.
-
-    A plain fallback would let Inductor reuse the send buffer during the transfer. (It keeps only the first of several
-    inputs, so an op that takes a list has a send buffer of its own.)
-    """
+    """Lower an asynchronous collective so that Inductor keeps its input until the wait. (It keeps only the first of
+    several inputs, so an op that takes a list has a send buffer of its own.)"""
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
 
@@ -239,19 +208,13 @@ def ops_of(namespace: str) -> list[torch._ops.OpOverload]:
     return [getattr(getattr(torch.ops, namespace), n.partition("::")[2]).default for n in names]
 
 
-def keep_unused(ops: Iterable[torch._ops.OpOverload]) -> None:
-    """Keep calls of these ops in a graph even if their results are unused."""
-    for op in ops:
-        torch.fx.node.has_side_effect(op)
-
-
 def backport_empty_grids() -> None:
-    """Before 2.13 a tiled Triton kernel over no elements divides by zero at launch. The patch applies to all models:
-    launch code may be generated long after the kernel was compiled, and nothing else in it changes."""
+    """Before 2.13 a tiled Triton kernel over no elements divides by zero at launch. Applies to all models: launch code
+    may be generated long after the kernel was compiled."""
     from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
 
     generate = Grid2DWithYZOverflow.generate
-    if version.torch_version() not in ("2.11", "2.12") or getattr(generate, "_freescale", False):
+    if torch_version() not in ("2.11", "2.12") or getattr(generate, "_freescale", False):
         return
 
     def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -264,12 +227,11 @@ def backport_empty_grids() -> None:
 
 
 def backport_fake_of_fake() -> None:
-    """2.12's pattern matcher makes fakes of fakes, which checks whether an unknown size is 0. While a model is compiled
-    for freescale, existing fakes are returned."""
+    """2.12's pattern matcher makes fakes of fakes, which checks whether an unknown size is 0: return existing fakes."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     from_tensor = FakeTensorMode.from_tensor
-    if version.torch_version() != "2.12" or getattr(from_tensor, "_freescale", False):
+    if torch_version() != "2.12" or getattr(from_tensor, "_freescale", False):
         return
 
     def keep_fakes(self: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:

@@ -1,8 +1,5 @@
-"""A graph that torch runs without code generation (codegen `eager`), in a form that AOTAutograd's cache can store.
-
-The cache stores OutputCode. This subclass holds the Python code of a graph and the objects that the code refers to. If
-those cannot be serialized, each process compiles the graph again; nothing depends on the cache.
-"""
+"""A graph that torch runs without code generation (codegen `eager`), as OutputCode that AOTAutograd's cache can store.
+If its code or objects cannot be serialized, each process compiles it again."""
 
 from __future__ import annotations
 
@@ -85,7 +82,6 @@ def _read(written: bytes) -> tuple[Callable[[list[Any]], Any], Any]:
 
 
 def take_loaded() -> list[Any]:
-    """Records of the graphs loaded from the cache since the last call."""
     taken = _loaded.copy()
     _loaded.clear()
     return taken
@@ -93,9 +89,8 @@ def take_loaded() -> list[Any]:
 
 @contextlib.contextmanager
 def keeping_graphs(kept: bool) -> Iterator[None]:
-    """Let AOTAutograd's cache, if it is on, store such graphs, including those with an autograd.Function, whose body is
-    in the key. Without `kept`, the cache is off.
-    """
+    """Let AOTAutograd's cache, if it is on, store such graphs, including those with an autograd.Function; else turn it
+    off."""
     settings = {"bundled_autograd_cache": True, "autograd_cache_allow_custom_autograd_functions": True}
     with functorch.patch(settings if kept else {"enable_autograd_cache": False}):
         yield

@@ -1,8 +1,5 @@
-"""NVIDIA's NIXL, an optional library: one-sided writes into the memory of other processes, through UCX.
-
-UCX uses RDMA if there is a network for it, else shared memory or TCP. This module contains no torch internals, but all
-that freescale knows about another library.
-"""
+"""NVIDIA's NIXL, an optional library: one-sided writes into the memory of other processes, through UCX, which uses RDMA
+if there is a network for it, else shared memory or TCP."""
 
 from __future__ import annotations
 
@@ -57,10 +54,7 @@ def version() -> str | None:
 
 
 class Agent:
-    """Writes from a region of this process's memory into regions of other agents. Thread-safe.
-
-    A NIXL thread accepts writes from others and executes the posted ones.
-    """
+    """Writes from a region of this process's memory into regions of other agents. Thread-safe."""
 
     def __init__(self, name: str, address: int, nbytes: int) -> None:
         nixl = library()
@@ -107,7 +101,6 @@ class Agent:
         return True
 
     def notify(self, peer: str, notification: bytes) -> None:
-        """Raises PeerLost."""
         try:
             self._agent.send_notif(peer, notification)
         except Exception as error:
@@ -120,7 +113,6 @@ class Agent:
                 yield peer, notification
 
     def close(self) -> None:
-        """Abandon pending writes."""
         for peer in self._peers:
             with contextlib.suppress(Exception):  # the agent may be gone already
                 self._agent.remove_remote_agent(peer)

@@ -34,14 +34,12 @@ def is_compiled(x: Any) -> bool:
 
 
 def compiled_in_place(module: torch.nn.Module) -> bool:
-    """Whether module.compile(...) was called."""
     return module._compiled_call_impl is not None
 
 
 def called_past_compile() -> torch.nn.Module | None:
-    """Return the outermost module on the call stack that freescale compiled in place and whose forward was called
-    directly (`model.forward(...)`), which torch does not compile. Inspects the Python stack, since there is nothing to
-    hook."""
+    """The outermost module on the call stack that freescale compiled in place and whose forward was called directly
+    (`model.forward(...)`), which torch does not compile. There is nothing to hook."""
     frame, found = sys._getframe(1), None
     while frame is not None:
         code = frame.f_code
@@ -59,11 +57,8 @@ def called_past_compile() -> torch.nn.Module | None:
 
 
 class AroundCompiledCall:
-    """Runs `before` and `after` around every call of a module that was compiled in place, until `remove`. `after` also
-    runs if the call fails.
-
-    (Hooks of such a module are compiled with it. Nothing runs inside a caller's graph.)
-    """
+    """Runs `before` and `after` around every call of a module that was compiled in place, until `remove`; `after` also
+    if the call fails. (Hooks of such a module are compiled with it. Nothing runs inside a caller's graph.)"""
 
     def __init__(
         self, module: torch.nn.Module, before: Callable[[Any, Any, Any], None], after: Callable[[Any], None]
@@ -94,7 +89,6 @@ class AroundCompiledCall:
 
 
 def backend_function(callback: Any) -> Any:
-    """The backend function inside Dynamo's callback."""
     fn = _unwrapped(callback)
     return getattr(fn, "compiler_fn", fn)
 
@@ -109,11 +103,8 @@ _PREFIX = "_orig_mod."  # of state_dict keys of what torch.compile returns
 
 
 def load_eager_checkpoints(backend: Callable[..., Any]) -> None:
-    """Let torch.compile(module, backend) load checkpoints of `module` as well as its own.
-
-    A module that overrides state_dict (TorchRec's DistributedModelParallel) does not know about a wrapper around it, so
-    checkpoints saved through the wrapper would have keys that cannot be loaded. For those, the module saves and loads.
-    """
+    """Let torch.compile(module, backend) load checkpoints of `module` as well as its own. A module that overrides
+    state_dict (TorchRec's DistributedModelParallel) does not know a wrapper around it, so it saves and loads itself."""
     wrapper: Any = torch._dynamo.OptimizedModule
     if hasattr(wrapper.state_dict, "_freescale"):
         return
@@ -149,10 +140,8 @@ def load_eager_checkpoints(backend: Callable[..., Any]) -> None:
 
 
 def options_of(compiled: Any) -> dict[str, Any]:
-    """The `options` of torch.compile(..., backend="freescale", options=...); empty for another backend.
-
-    `compiled`: what torch.compile returned, or a module compiled in place, or one whose forward was compiled.
-    """
+    """The `options` of torch.compile(..., backend="freescale", options=...); empty for another backend. `compiled`:
+    what torch.compile returned, or a module compiled in place, or one whose forward was compiled."""
     return _options_of_backend(_callback_of(compiled))
 
 
@@ -191,8 +180,6 @@ _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod")
 
 @dataclass(frozen=True)
 class ParameterInput:
-    """A parameter that is a graph input."""
-
     index: int  # index among the inputs
     node: fx.Node
     tensor: nn.Parameter
@@ -204,33 +191,27 @@ class ParameterInput:
 
 
 def parameter_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[ParameterInput]:
-    """Parameters in the order of the inputs."""
     nodes = gm.graph.find_nodes(op="placeholder")
     return [
-        ParameterInput(i, node, x, _short(_source_name(node)) or node.name)
+        ParameterInput(i, node, x, _name_in_model(node))
         for i, (node, x) in enumerate(zip(nodes, inputs, strict=True))
         if isinstance(x, nn.Parameter)
     ]
 
 
-def _source_name(node: fx.Node) -> str:
+def _name_in_model(node: fx.Node) -> str:
+    """L['self']._modules['mix']._parameters['weight'] -> mix.weight; another source, or the node's name, as it is."""
     source = getattr(node, "_dynamo_source", None)
-    return "" if source is None else dynamo_settings.source_name(source)
-
-
-def _short(source: str) -> str:
-    """L['self']._modules['mix']._parameters['weight'] -> mix.weight; other sources are unchanged."""
-    parts = _PART.findall(source)
-    return ".".join(p for p in parts if p not in _WRAPPERS) if parts else source
+    text = "" if source is None else dynamo_settings.source_name(source)
+    parts = _PART.findall(text)
+    return (".".join(p for p in parts if p not in _WRAPPERS) if parts else text) or node.name
 
 
 def copy_example(new: fx.Node, old: fx.Node) -> None:
-    """Copy the example value of a node of a Dynamo graph to a new node."""
     new.meta.update({k: old.meta[k] for k in ("example_value", "tensor_dict") if k in old.meta})
 
 
 def live_objects(kind: type[T]) -> list[T]:
-    """All objects of this class in this process."""
     return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
 
@@ -240,8 +221,7 @@ def averaged_by_ddp(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
 
 
 def left_out_of_ddp(tensor: torch.Tensor) -> bool:
-    """Whether it was excluded by DDP._set_params_and_buffers_to_ignore_for_model, as TorchRec does for sharded
-    tables."""
+    """Whether DDP._set_params_and_buffers_to_ignore_for_model excluded it, as TorchRec does for sharded tables."""
     return bool(getattr(tensor, "_ddp_ignored", False))
 
 
@@ -259,9 +239,8 @@ def before_ddp_wraps(call: Callable[[DistributedDataParallel], None]) -> None:
 
 
 def leave_buffers_out_of_ddp(kind: type[nn.Module]) -> None:
-    """From now on, DDP neither broadcasts nor casts the buffers of modules of this class. Others are unaffected.
-
-    DDP reads the names to ignore from the module it wraps, so they cannot be set earlier."""
+    """From now on, DDP neither broadcasts nor casts the buffers of modules of this class. It reads the names to ignore
+    from the module it wraps, so they cannot be set earlier."""
 
     def leave_out(wrapper: Any) -> None:
         buffers = {id(b): b for m in wrapper.module.modules() if isinstance(m, kind) for b in m.buffers()}

@@ -1,8 +1,5 @@
-"""All private names of torch and other libraries that freescale uses, in one table.
-
-A new release can break only this folder. tests/compile/test_compat.py checks the table on every supported version,
-`python -m freescale doctor` on the installed one. Tests check behavior.
-"""
+"""All private names of torch and other libraries that freescale uses, in one table: a new release can break only this
+folder. tests/compile/test_compat.py checks it on every version, `python -m freescale doctor` on the installed one."""
 
 from __future__ import annotations
 
@@ -131,7 +128,8 @@ NIXL: Names = {
 
 def self_test() -> None:
     """Raise if a name is missing. Cheap; needs no process group and no GPU."""
-    version.require_supported()
+    if version.torch_version() not in version.SUPPORTED:
+        raise RuntimeError(f"freescale supports torch {', '.join(version.SUPPORTED)}; found {torch.__version__}")
     for library, released, names in _installed():
         if gone := missing(names):
             beside = "" if library == "torch" else f" (with torch {torch.__version__})"
@@ -139,7 +137,6 @@ def self_test() -> None:
 
 
 def missing(names: Names) -> list[str]:
-    """The names of a table that are missing, qualified."""
     gone = []
     for where, wanted in names.items():
         prefix = where.replace(":", ".").strip(".")

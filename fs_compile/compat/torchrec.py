@@ -29,7 +29,6 @@ def qualified_name(module: Any) -> str:
 
 
 def sharding_env(module: Any) -> Any:
-    """Rank, world size and process group of a sharded module."""
     return module._env
 
 
@@ -53,13 +52,9 @@ def returns_indices(collection: Any) -> bool:
     return not is_pooled_collection(collection) and collection._need_indices
 
 
-def pooled_output_names(collection: Any) -> list[str]:
-    """The keys of a pooled collection's output, in order."""
-    return collection._embedding_names
-
-
-def pooled_output_widths(collection: Any) -> list[int]:
-    return collection._embedding_dims
+def pooled_outputs(collection: Any) -> tuple[list[str], list[int]]:
+    """The keys of a pooled collection's output, and their widths."""
+    return collection._embedding_names, collection._embedding_dims
 
 
 def sums_over_ranks(kind: str) -> bool:
@@ -145,9 +140,6 @@ def fbgemm_module_updated_by(optimizer: Any) -> Any:
     return getattr(optimizer, "_emb_module", None)
 
 
-FLOAT32 = 0  # FBGEMM's number in `output_dtype`
-
-
 def flat_weight(emb: Any) -> torch.Tensor:
     """The rows of all tables of the module, flattened."""
     return emb.weights_dev if emb.weights_dev.numel() else emb.weights_host
@@ -164,8 +156,8 @@ def flat_squares(emb: Any) -> torch.Tensor:
 
 
 def count_lookup(emb: Any) -> None:
-    """Increment the lookup counts of optimizers that count steps, including lookups in evaluation, as FBGEMM's forward
-    does: on the host, continuing from a checkpoint's count, and next to the rows for checkpoints."""
+    """Increment the lookup counts of optimizers that count steps, also in evaluation, as FBGEMM's forward does: on the
+    host, continuing from a checkpoint's count, and next to the rows for checkpoints."""
     emb.iter_cpu = emb.iter_cpu.cpu()
     if emb.iter_cpu.item() == 0:
         emb.iter_cpu.fill_(emb.iter.item())
@@ -173,23 +165,8 @@ def count_lookup(emb: Any) -> None:
     emb.iter.add_(1)
 
 
-def set_lookup_count(emb: Any, count: int) -> None:
-    """Set the host count only: for a late update, which belongs to the previous step."""
-    emb.iter_cpu.fill_(count)
-
-
 def lookup_count(emb: Any) -> int:
     return int(emb.iter_cpu.item())
-
-
-def corrects_bias_of_each_row(emb: Any) -> bool:
-    """Whether Adam counts steps per row."""
-    return bool(getattr(emb, "use_rowwise_bias_correction", False))
-
-
-def row_type(emb: Any) -> torch.dtype:
-    """The dtype in which FBGEMM stores rows."""
-    return emb.weights_precision.as_dtype()
 
 
 def state_in_unified_memory(emb: Any) -> bool:
@@ -203,38 +180,10 @@ def plain_step(emb: Any) -> bool:
     return not (args.weight_decay or args.max_norm or args.gradient_clipping or state_in_unified_memory(emb))
 
 
-def in_unified_memory(emb: Any) -> bool:
-    return bool(emb.weights_uvm.numel())
-
-
-def on_host_and_device(emb: Any) -> bool:
-    return bool(emb.weights_dev.numel() and emb.weights_host.numel())
-
-
 def rows_and_dims(emb: Any) -> list[tuple[int, int]]:
-    """Rows and columns of each table."""
     return [(spec[0], spec[1]) for spec in emb.embedding_specs]
-
-
-def pools(emb: Any) -> bool:
-    """Whether its lookups return one row per bag, not one per id."""
-    return not emb.is_nobag
-
-
-def table_of_each_feature(emb: Any) -> list[int]:
-    return emb.feature_table_map
 
 
 def decay_depends_on_history(emb: Any) -> bool:
     """Whether weight decay depends on when a row was last seen."""
     return emb._used_rowwise_adagrad_with_counter or emb._used_rowwise_adagrad_with_global_weight_decay
-
-
-def optimizer_settings(emb: Any) -> tuple[Any, float]:
-    """Eps, weight decay and others, which FBGEMM keeps in a tuple, and the learning rate."""
-    return emb.optimizer_args, emb.get_learning_rate()
-
-
-def set_optimizer_settings(emb: Any, settings: tuple[Any, float]) -> None:
-    emb.optimizer_args, learning_rate = settings
-    emb.set_learning_rate(learning_rate)

@@ -27,8 +27,6 @@ class Assignment:
 
 
 class Assigner:
-    """Yields the assignments of a run, in order."""
-
     def __init__(self, source: Source, cluster: Cluster, balanced: bool) -> None:
         self.source, self.cluster, self.balanced = source, cluster, balanced
         self._cost = FittedCost()

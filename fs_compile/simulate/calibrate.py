@@ -1,8 +1,7 @@
 """`simulate --calibrate`: measure this machine and write a cluster file.
 
-The dense part is timed on one rank. With several ranks (torchrun), the link is probed too, with freescale's all-to-all
-and with torch's; then all ranks time the dense part concurrently, as in training. Values that cannot be measured here
-come from a preset or file, and the output says so.
+The dense part is timed on one rank; with several (torchrun) on all of them concurrently, after a probe of the link.
+Values that cannot be measured here come from a preset or file, and the output says so.
 """
 
 from __future__ import annotations
@@ -83,10 +82,8 @@ def _with_link(base: Cluster, progress: Callable[[str], None]) -> Cluster:
 
 
 def probe_link(device: torch.device, size: int = PROBE_BYTES) -> tuple[float, float, float]:
-    """Bytes per second of freescale's all-to-all and of torch's, and seconds of a very small one.
-
-    `size`: bytes per rank. Median over probes; slowest rank. Collective.
-    """
+    """Bytes per second of freescale's all-to-all and of torch's, and seconds of a very small one. `size`: bytes per
+    rank. Median over probes; slowest rank. Collective."""
     group = dist.group.WORLD
     assert group is not None
     world = group.size()

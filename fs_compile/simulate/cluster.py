@@ -1,7 +1,4 @@
-"""The simulated cluster: speeds of a rank and its links. Presets, and custom TOML files.
-
-docs/simulate.md lists where each number of a preset comes from.
-"""
+"""The simulated cluster: presets, and TOML files. docs/simulate.md lists where each number of a preset comes from."""
 
 from __future__ import annotations
 
@@ -66,7 +63,6 @@ PRESETS = {
 
 
 def find(name: str) -> Cluster:
-    """A preset, or the cluster in a TOML file."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -119,7 +115,6 @@ def _value(name: str, value: Any, where: str) -> Any:
 
 
 def to_toml(cluster: Cluster, comments: list[str]) -> str:
-    """TOML text for `read`."""
     lines = [f"# {line}" for line in comments]
     for name, value in asdict(cluster).items():
         text = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(value, str) else repr(value)

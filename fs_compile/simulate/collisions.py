@@ -1,8 +1,5 @@
-"""Count the rows that ranks share with the previous and the next batch, for all ranks in one process.
-
-tests/simulate/test_collisions.py compares the counts with the planner's. Only rows of some owners are drawn, see
-workload.py; a rank's counts are scaled to all of its ids.
-"""
+"""Count the rows that ranks share with the previous and the next batch, for all ranks in one process. Only rows of some
+owners are drawn, see workload.py; a rank's counts are scaled to all of its ids."""
 
 from __future__ import annotations
 
@@ -10,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from freescale.simulate.workload import Batch, spans
+from freescale.runtime.samples.sample_columns import spans
+from freescale.simulate.workload import Batch
 
 
 class Counts(NamedTuple):
@@ -44,8 +42,6 @@ class _Requests(NamedTuple):
 
 
 class CollisionCounter:
-    """Counts consecutive batches."""
-
     def __init__(self) -> None:
         self._batch: _Requests | None = None  # the last batch, and its counts so far
         self._known: tuple[np.ndarray, ...] = ()

@@ -16,7 +16,6 @@ SWEEPS = ("ranks", "cap", "batch", "collision", "link")
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Does not import torch."""
     presets = ", ".join(PRESETS)
     p.add_argument("--cluster", default="h100", help=f"{presets}, or a TOML file (default h100)")
     p.add_argument("--ranks", type=int, default=256, help="2 to 4096 (default 256)")

@@ -1,11 +1,9 @@
 """A discrete-event simulation of ranks that run the same program: compute, launches and waits.
 
-Every rank has one compute stream and a full-duplex link. Within a process group, transfers on a link are FIFO; groups
-with pending transfers share the link equally. A transfer arrives at a rank `latency` after every rank has sent its part
-and the rank's own link has received its data. A rank's link starts to receive when the first rank sends.
-
-A waiting rank counts as straggler time until the last rank has launched the transfer, and as exposed time after that.
-So compute + exposed + straggler is the step time on every rank.
+Within a process group, transfers on a full-duplex link are FIFO; groups with pending transfers share it equally. A
+transfer arrives `latency` after every rank has sent its part and the rank's own link has received its data. A waiting
+rank counts as straggler time until the last rank has launched the transfer, and as exposed time after that. So compute
++ exposed + straggler is the step time on every rank.
 """
 
 from __future__ import annotations
@@ -54,8 +52,6 @@ class Transfer:
 
 @dataclass
 class Times:
-    """Seconds, [steps, ranks]."""
-
     compute: np.ndarray
     exposed: np.ndarray
     straggler: np.ndarray
@@ -91,8 +87,6 @@ class _Port:
 
 
 class _Flight:
-    """One transfer of one batch."""
-
     __slots__ = ("kind", "unsent", "last", "taken_in", "ready", "waiting")
 
     def __init__(self, kind: Transfer, ranks: int) -> None:

@@ -32,7 +32,6 @@ def before_and_after(outcomes: Sequence[Outcome]) -> tuple[Outcome, Outcome]:
 
 
 def less(before: float, after: float) -> float:
-    """The relative reduction."""
     return 1 - after / before if before else 0.0
 
 
@@ -68,10 +67,8 @@ def part_shares(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
             saved["step_ms"] += (without.step_ms - with_it.step_ms) / len(orders)
         found[part] = saved
     before, none = before_and_after(outcomes)[0], of[False, False, False]
-    found["the rest"] = {
-        "bubbles_ms": bubbles_ms(before) - bubbles_ms(none),
-        "step_ms": before.step_ms - none.step_ms,
-    }
+    rest = bubbles_ms(before) - bubbles_ms(none)
+    found["the rest"] = {"bubbles_ms": rest, "step_ms": before.step_ms - none.step_ms}
     return found
 
 
@@ -134,7 +131,6 @@ def point_row(p: Point) -> dict[str, Any]:
 
 
 def described(study: Study) -> str:
-    """Description of the simulation."""
     w, c = study.source.workload, study.cluster
     counts = study.batches(False).counts[1:]
     colliding = np.mean([(x.urgent / np.maximum(x.unique, 1)).mean() for x in counts])
@@ -180,7 +176,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def shares(outcomes: Sequence[Outcome]) -> str:
-    """The savings of each part against synchronous TorchRec."""
     found, (before, after) = part_shares(outcomes), before_and_after(outcomes)
     bubbles, step = bubbles_ms(before) - bubbles_ms(after), before.step_ms - after.step_ms
     lines = ["savings of each part, of bubbles and of the step (mean over all orders of adding them):"]

@@ -1,8 +1,7 @@
 """Trace the graphs of a sequence recommender before freescale orders them, and derive the program from their order.
 
-The model is HSTU as seen by a compiler: one table, and blocks of two projections around an attention op. It is narrow,
-batches are short, and attention only has the shapes: nothing is timed, and the graphs are the same. Graphs do not
-depend on the number of ranks, so they are traced with a world size of one.
+The model is HSTU as seen by a compiler: one table, and blocks of two projections around an attention op, narrow and
+with short batches. Nothing is timed. Graphs do not depend on the number of ranks, so the traced world has one.
 """
 
 from __future__ import annotations
@@ -132,7 +131,6 @@ def _world_of_one() -> Iterator[None]:
 
 
 def trace(layers: int, look_ahead: bool) -> dict[str, TracedGraph]:
-    """Trace the "forward" and "backward" graphs."""
     found: dict[str, TracedGraph] = {}
 
     def keep(direction: str, name: str, graph: fx.Graph) -> None:
@@ -177,9 +175,11 @@ def program_of(
     bytes_per_second: float,
 ) -> Program:
     """The order that `overlap_attention` gives both graphs, as launches, waits and compute, for a rank with these
-    seconds of compute per step and a first batch that sends these bytes ("urgent rows", ...).
-    """
-    total = {square: sum(_work(g, square) for g in graphs.values()) for square in (False, True)}
+    seconds of compute per step and a first batch that sends these bytes ("urgent rows", ...)."""
+    total = {False: 0.0, True: 0.0}  # floating-point operations, by whether they are quadratic in the length
+    for graph in graphs.values():
+        for n in graph.nodes:
+            total[n in graph.square] += graph.flops[n]
     program: list[Compute | Launch | Wait] = []
     for direction in ("forward", "backward"):
         graph = graphs[direction]
@@ -189,10 +189,6 @@ def program_of(
         order = best_order(graph.nodes, sized, seconds, bytes_per_second, graph.max_bytes)
         program += _instructions(order, graph, shares)
     return _joined(program)
-
-
-def _work(graph: TracedGraph, square: bool) -> float:
-    return sum(f for n, f in graph.flops.items() if (n in graph.square) == square)
 
 
 def _name(x: object) -> str:
@@ -217,7 +213,6 @@ def _instructions(order: list[fx.Node], graph: TracedGraph, shares: Mapping[fx.N
 
 
 def _joined(program: list) -> Program:
-    """Merge consecutive compute instructions."""
     joined: list = []
     for instruction in program:
         if joined and isinstance(instruction, Compute) and isinstance(joined[-1], Compute):

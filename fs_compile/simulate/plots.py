@@ -38,7 +38,6 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def variants(outcomes: Sequence[Outcome], title: str, path: Path) -> Path:
-    """Step time breakdown, one bar per variant."""
     figure, axes = _figure(9, 0.45 * len(outcomes) + 1.4)
     names, left = [o.variant.name for o in outcomes], [0.0] * len(outcomes)
     for kind, color in COLORS.items():

@@ -37,8 +37,6 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Means over steps and ranks."""
-
     variant: Variant
     program: Program
     step_ms: float

@@ -1,7 +1,5 @@
-"""Variants of training: TorchRec's and freescale's, as programs and traffic for the event simulation.
-
-freescale's programs come from its compiled graphs (graphs.py). TorchRec's are written here, following its code.
-"""
+"""The simulated variants, as programs and traffic for the event simulation. freescale's programs come from its compiled
+graphs (graphs.py); TorchRec's are written here, following its code."""
 
 from __future__ import annotations
 
@@ -70,8 +68,6 @@ def freescale_variants() -> list[Variant]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds that bytes occupy a rank's links."""
-
     cluster: Cluster
     ranks: int
     copies: bool

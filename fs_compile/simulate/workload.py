@@ -1,9 +1,8 @@
-"""Batches for many ranks: history lengths, and the ids that belong to the planned owners.
+"""Batches for many ranks: history lengths, and the ids that belong to the planned owners. A pure function of the seed.
 
-Generated ids follow Zipf's law over one large table, whose popular rows are spread over the owners. The exponent is
-chosen so that a given share of a rank's unique rows was used by any rank in the previous batch. Planning every id of
-256 ranks takes too long, so only ids of some owners' rows are drawn, for all ranks and with their true frequency.
-Everything is a pure function of the seed.
+Generated ids follow Zipf's law over one large table, with the exponent at which a given share of a rank's unique rows
+was used by any rank in the previous batch. Planning every id of 256 ranks takes too long, so only ids of some owners'
+rows are drawn, for all ranks and with their true frequency.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from freescale.runtime.samples.sample_columns import spans
 from freescale.simulate.cluster import InputError
 
 _SCATTER = 2654435761  # a prime: rows of similar popularity have different owners
@@ -118,12 +118,6 @@ def _read_histories(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return found["lengths"].astype(np.int64), found["ids"].astype(np.int64)
 
 
-def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Concatenated ranges: lengths[0] values from starts[0], lengths[1] values from starts[1], ..."""
-    before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
-
-
 def zipf(random: np.random.Generator, count: int, rows: int, exponent: float) -> np.ndarray:
     """Popularity ranks from 0, by the inverse of the continuous distribution."""
     u, power = random.random(count), 1.0 - exponent
@@ -132,8 +126,8 @@ def zipf(random: np.random.Generator, count: int, rows: int, exponent: float) ->
 
 
 def colliding_share(exponent: float, rows: int, mine: float, everyone: float) -> float:
-    """Expected share of a rank's unique rows that any rank used in the previous batch, if a rank looks up `mine` values
-    and all ranks `everyone`."""
+    """Expected share of a rank's unique rows that any rank used in the previous batch; a rank looks up `mine`
+    values."""
     edges = np.arange(min(_HOT, rows) + 1, dtype=np.float64)
     if rows > _HOT:
         edges = np.concatenate([edges[:-1], np.geomspace(_HOT, rows, _GRID)])

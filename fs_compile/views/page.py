@@ -6,18 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from freescale.views import summary
 from freescale.views.records import PARTS, Run, compilations, lacks_late_gradients, mean, named_graphs, settled
-from freescale.views.summary import (
-    CLASSES,
-    MEANING,
-    graph_lines,
-    head_lines,
-    milliseconds,
-    pass_diffs,
-    shown_parts,
-    size,
-    summarize,
-)
 from freescale.views.timeline import lanes_of_graphs
 
 WIDTH, LEFT, RIGHT, ROW, TOP = 900, 150, 70, 24, 24
@@ -113,23 +103,23 @@ border-bottom:1px solid var(--line)}td.n,th.n{text-align:right}.key{display:inli
 .key i{display:inline-block;width:12px;height:12px;margin-right:.4em}
 pre{overflow-x:auto;font-size:12px;line-height:1.35;border:1px solid var(--line);padding:.6em}
 .plus{color:#2e8b57}.minus{color:#c7493c}summary{cursor:pointer}
-""" + "".join(f".{c}{{fill:var(--{c})}}i.{c}{{background:var(--{c})}}" for c in (*PARTS, *CLASSES))
+""" + "".join(f".{c}{{fill:var(--{c})}}i.{c}{{background:var(--{c})}}" for c in (*PARTS, *summary.CLASSES))
 
 
 def page(run: Run) -> str:
-    s = summarize(run)
+    s = summary.summarize(run)
     first = f"<p><b>{escape(' '.join(s['verdict']))}</b></p>" if s["verdict"] else ""
     parts = [first, _head(s), _shares(s), _over_time(run, s), _traffic(s), _balance(s), _graphs(run, s)]
     return _document(f"freescale report: run {s['run']}", parts)
 
 
 def explain_page(run: Run) -> str:
-    s = summarize(run)
+    s = summary.summarize(run)
     return _document(f"freescale explain: run {s['run']}", [_head(s), _graphs(run, s, open_texts=True)])
 
 
 def _head(s: dict[str, Any]) -> str:
-    return f"<p>{escape(' '.join(head_lines(s)))}</p>"
+    return f"<p>{escape(' '.join(summary.head_lines(s)))}</p>"
 
 
 def _document(title: str, parts: list[str]) -> str:
@@ -161,14 +151,14 @@ def _shares(s: dict[str, Any]) -> str:
     if not s["steps"]:
         return ""
     ranks = sorted(s["ranks"].items(), key=lambda item: -item[1]["compute"])[:_RANKS]
-    parts = shown_parts(s)
+    parts = summary.shown_parts(s)
     bars = [(f"rank {n}", [(part, r[part] * 1e3) for part in parts]) for n, r in sorted(ranks)]
-    shares = _table((MEANING[part], f"{s['shares'][part]:.1%}") for part in parts)
-    waits = _table((name, milliseconds(seconds)) for name, seconds in s["waits"].items() if seconds > 0)
-    chart = _key({part: MEANING[part] for part in parts}) + stacked_bars(bars, "ms")
+    shares = _table((summary.MEANING[part], f"{s['shares'][part]:.1%}") for part in parts)
+    waits = _table((name, summary.milliseconds(seconds)) for name, seconds in s["waits"].items() if seconds > 0)
+    chart = _key({part: summary.MEANING[part] for part in parts}) + stacked_bars(bars, "ms")
     return (
-        f"<h2>Step time breakdown</h2><p>Median step {milliseconds(s['median_step_seconds'])}, excluding the first "
-        f"steps, which compile. Means per rank.</p>{chart}{shares}<p>Waits per step and rank, mean:</p>{waits}"
+        f"<h2>Step time breakdown</h2><p>Median step {summary.milliseconds(s['median_step_seconds'])}, excluding the "
+        f"first steps, which compile. Means per rank.</p>{chart}{shares}<p>Waits per step and rank, mean:</p>{waits}"
     )
 
 
@@ -179,7 +169,7 @@ def _over_time(run: Run, s: dict[str, Any]) -> str:
         return ""
     stride = -(-count // _POINTS)
     layers = []
-    for part in shown_parts(s):
+    for part in summary.shown_parts(s):
         means = [mean(of[i][part] for of in steps.values()) * 1e3 for i in range(count)]
         layers.append((part, [mean(means[i : i + stride]) for i in range(0, count, stride)]))
     of_first_rank = next(iter(steps.values()))
@@ -194,14 +184,14 @@ def _traffic(s: dict[str, Any]) -> str:
     bars, most = [], max(s["bytes_per_step"].values())
     unit, unit_name = (1e6, "MB") if most >= 1e6 else (1e3, "kB")
     for payload in ("rows", "gradients"):
-        values = [(c, s["bytes_per_step"].get(f"{c} {payload}", 0.0) / unit) for c in CLASSES]
+        values = [(c, s["bytes_per_step"].get(f"{c} {payload}", 0.0) / unit) for c in summary.CLASSES]
         bars.append((payload, values))
     shares = "".join(
         f"<p>{share:.1%} of the unique rows of {escape(name)} were also in the previous batch.</p>"
         for name, share in s["collisions"].items()
     )
     chart = stacked_bars(bars, f"{unit_name} received per step and rank")
-    return f"<h2>Traffic</h2>{_key({c: c for c in CLASSES})}{chart}{shares}"
+    return f"<h2>Traffic</h2>{_key({c: c for c in summary.CLASSES})}{chart}{shares}"
 
 
 def _balance(s: dict[str, Any]) -> str:
@@ -211,7 +201,7 @@ def _balance(s: dict[str, Any]) -> str:
     if b["straggler_measured"] == b["straggler_measured"]:
         rows.append(("after, measured", b["straggler_measured"]))
     bars = stacked_bars([(name, [("straggler", share * 100)]) for name, share in rows], "% of a step")
-    moved = f"{b['moved_samples']:.1f} samples, {size(b['moved_bytes'])} moved per step."
+    moved = f"{b['moved_samples']:.1f} samples, {summary.size(b['moved_bytes'])} moved per step."
     return f"<h2>Straggler share</h2>{bars}<p>{moved}</p>"
 
 
@@ -222,11 +212,11 @@ def _graphs(run: Run, s: dict[str, Any], open_texts: bool = False) -> str:
     found = ["<h2>Graphs</h2>"]
     for name, graphs in compilations(record.graph).items():
         if found_lanes := lanes_of_graphs(graphs):
-            keys = {"compute": "compute, predicted", **{c: f"{c}, on the wire" for c in CLASSES}}
+            keys = {"compute": "compute, predicted", **{c: f"{c}, on the wire" for c in summary.CLASSES}}
             found.append(f"<p>{escape(name)}: two steps, predicted for the traced batch:</p>")
             found.append(_key(keys) + lanes(found_lanes, "ms"))
     for (_, graph), entry in zip(named_graphs(record.graph), s["graphs"], strict=True):
-        came, exchanges = graph_lines(entry)
+        came, exchanges = summary.graph_lines(entry)
         found.append(f"<h3>{escape(came)}</h3>")
         sites = _table((name, str(count)) for name, count in entry["sites"].items())
         found.append(f"<p>{escape(exchanges)}.</p>{sites}")
@@ -240,7 +230,7 @@ def _launches(timeline: list[dict[str, Any]]) -> str:
     launches = [e for e in timeline if e["do"] == "launch"]
     if not launches:
         return ""
-    cells = ((e["what"], e["kind"], size(e["bytes"])) for e in launches)
+    cells = ((e["what"], e["kind"], summary.size(e["bytes"])) for e in launches)
     none_yet = "<p>The traced first step has no late gradients; later steps have some.</p>"
     note = none_yet if lacks_late_gradients(timeline) else ""
     return _table(cells, ("launch", "kind", "bytes in the traced batch")) + note
@@ -248,7 +238,7 @@ def _launches(timeline: list[dict[str, Any]]) -> str:
 
 def _diffs(texts: dict[str, str], opened: bool) -> str:
     found = ""
-    for after, lines in pass_diffs(texts):
+    for after, lines in summary.pass_diffs(texts):
         colored = "\n".join(map(_line, lines))
         found += f"<details{' open' * opened}><summary>{escape(after)}</summary><pre>{colored}</pre></details>"
     return found

@@ -1,7 +1,5 @@
-"""Analyze a torch profiler trace: how busy the compute stream is, and what it waits for when idle.
-
-The compute stream is the one with the most kernel time. Copies on other streams count as communication (as `staged`
-uses them), as do NCCL kernels. Idle time of the compute stream is
+"""Analyze a torch profiler trace: how busy the compute stream is (that with the most kernel time), and what it waits
+for. Copies on other streams and NCCL kernels count as communication. Idle time of the compute stream is
 
     host      until the next kernel was launched
     exposed   after that, while a copy or an NCCL kernel is running

@@ -1,8 +1,5 @@
-"""Reads FREESCALE_RECORD files: the ranks of one run, and the parts of a step's time. Does not import torch, so that
-`python -m freescale report` starts fast.
-
-A killed process may leave a truncated last line, which is skipped. Any other invalid line is an error that names file
-and line."""
+"""Reads FREESCALE_RECORD files, without torch, so that the report starts fast. A killed process may leave a truncated
+last line, which is skipped; any other invalid line is an error that names file and line."""
 
 from __future__ import annotations
 
@@ -20,11 +17,8 @@ _FORMER_RENDEZVOUS = "meeting of the ranks"  # in records of 0.1
 
 
 def straggling(busy: float, waited: float, at_begin: float, longest_busy: float | None) -> float:
-    """The part of the seconds `waited` for other ranks that is due to a rank with more work in this step.
-
-    busy: this rank's own work. longest_busy: that of the busiest rank, None if unknown. at_begin: time waited until all
-    ranks had started the step, which is always due to another rank's work.
-    """
+    """The part of the seconds `waited` for other ranks that is due to a rank with more work: `longest_busy`, None if
+    unknown, against this rank's `busy`. `at_begin`, the time until all ranks had started the step, always is."""
     more = 0.0 if longest_busy is None else longest_busy - busy
     return max(at_begin, min(more, waited))
 
@@ -95,7 +89,6 @@ class Run:
 
 
 def read(folder: str | Path, run: str | None = None) -> Run:
-    """The only run in a folder, or the requested one."""
     folder = Path(folder)
     if not folder.is_dir():
         raise RecordError(f"{folder} is not a folder")
@@ -204,7 +197,6 @@ def median(values: Iterable[float]) -> float:
 
 
 def settled(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Exclude the first steps, which compile."""
     if len(steps) < 3:
         return steps
     typical = median(s["seconds"] for s in steps)
@@ -213,10 +205,8 @@ def settled(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compilations(graphs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The graphs of each compilation, by name and in order. The second one that trains is "train 2".
-
-    A compilation is a forward graph and its backward graph (train), or a forward graph alone (eval); a step never mixes
-    graphs of two compilations."""
+    """The graphs of each compilation: a forward graph and its backward graph (train, train 2, ...), or a forward graph
+    alone (eval)."""
     together: dict[str, list[dict[str, Any]]] = {}
     for graph in graphs:
         together.setdefault(graph["compilation"], []).append(graph)

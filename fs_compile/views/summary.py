@@ -14,7 +14,6 @@ CLASSES = ("urgent", "early", "late", "dense")
 
 
 def summarize(run: Run) -> dict[str, Any]:
-    """The contents of `report --json`; times in seconds."""
     ranks = {number: rank_summary(r) for number, r in sorted(run.ranks.items())}
     steps = [s for r in run.ranks.values() for s in settled(r.step)]
     whole = sum(s["seconds"] for s in steps)

@@ -1,8 +1,5 @@
-"""The predicted timeline of a compilation, and steps as a trace for Perfetto or chrome://tracing.
-
-The timeline shows when compute blocks run and messages are on the wire, by the times with which the passes placed
-launches. Urgent messages and dense gradients use the training group's wire, early and late ones the background group's;
-messages on one wire are serialized."""
+"""The predicted timeline of a compilation, and steps as a trace for Perfetto or chrome://tracing. Urgent messages and
+dense gradients use the training group's wire, early and late ones the background group's; a wire is serial."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ Blocks = dict[str, list[tuple[float, float, str, str]]]
 
 
 class _Clock:
-    """Replays a graph's order: tracks compute time, the two wires, and each message's arrival."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.wire_free = {"urgent": 0.0, "background": 0.0}

@@ -1,14 +1,11 @@
-"""The report's first sentences: how long ranks waited, the main cause and rank, what was hidden, and what to try.
-
-All of it is measured, over all ranks' steps except the first ones, which compile. A rank that waits for rows or
-gradients waits for the link, or for a rank that sends late because it has more work: the latter is `straggler`.
-"""
+"""The report's first sentences: how long ranks waited, the main cause and rank, what was hidden, and what to try. A
+rank that waits for rows waits for the link, or for a rank that sends late because it has more work: `straggler`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from freescale.views.records import LOADER, PLANNER, RENDEZVOUS, Run, mean, settled
+from freescale.views.records import BETWEEN_STEPS, LOADER, PLANNER, Run, mean, settled
 
 HIDDEN = 50e-6  # seconds: a message with a shorter wait counts as hidden
 _LITTLE = 0.02  # share of a step: no advice below
@@ -22,7 +19,6 @@ _WORDS = {
 
 
 def verdict(run: Run, s: dict[str, Any]) -> list[str]:
-    """Sentences; empty if no step was completed."""
     if not s["steps"]:
         return []
     waiting = 1.0 - s["shares"]["compute"]
@@ -53,12 +49,11 @@ def hidden_share(run: Run) -> float | None:
 
 
 def _waits(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean seconds per step of a rank by cause of the wait, over all tables. Waits for rows and gradients exclude
-    straggler time."""
+    """Mean seconds per step of a rank by cause, over all tables. Waits for rows and gradients exclude straggler
+    time."""
     waits: dict[str, float] = {}
     for step in steps:
-        other = (LOADER, PLANNER, RENDEZVOUS)
-        travelled = {name: seconds for name, seconds in step["waits"].items() if name not in other}
+        travelled = {name: seconds for name, seconds in step["waits"].items() if name not in BETWEEN_STEPS}
         share = step["exposed"] / (sum(travelled.values()) or 1.0)
         parts = {name: step["waits"].get(name, 0.0) for name in (LOADER, PLANNER)}
         parts |= {name: step[name] for name in ("straggler", "host_bound")}

@@ -1,7 +1,5 @@
-"""The C library of this package, built when freescale is installed (setup.py) and called through ctypes.
-
-ctypes releases the GIL during a call. The same work in Python would hold the GIL while the training thread needs it.
-"""
+"""The C library of this package, built when freescale is installed (setup.py) and called through ctypes, which releases
+the GIL during a call."""
 
 from __future__ import annotations
 
@@ -37,7 +35,6 @@ def library() -> ctypes.CDLL:
 
 
 def problem() -> str | None:
-    """Why the library is unavailable and what to do, or None if it is available."""
     try:
         _load()
         return None
@@ -65,7 +62,6 @@ def _load() -> ctypes.CDLL:
 
 
 def sources_digest(folder: Path) -> str:
-    """Digest of the C code; setup.py compiles it into the library. File times do not survive every copy of a
-    checkout."""
+    """setup.py compiles it into the library. (File times do not survive every copy of a checkout.)"""
     files = sorted(folder.glob("*.[ch]"))
     return hashlib.sha256(b"".join(f.name.encode() + b"\0" + f.read_bytes() for f in files)).hexdigest()[:16]

@@ -204,5 +204,6 @@ for _op in ("all_to_all_rows_launch", "all_to_all_launch", "all_to_all_backgroun
 
 # A rank with no rows or gradients must still join collectives. Without this, Inductor would remove an op whose results
 # are unused in that batch's graph, and the other ranks would hang.
-_ops = inductor.ops_of("freescale")
-inductor.keep_unused(op for op in _ops if any(a.name in ("group_name", "group") for a in op._schema.arguments))
+for _defined in inductor.ops_of("freescale"):
+    if any(a.name in ("group_name", "group") for a in _defined._schema.arguments):
+        torch.fx.node.has_side_effect(_defined)

@@ -1,8 +1,5 @@
-"""Names for the sharded tables of this process, so that an op can find the optimizer of the rows it updates.
-
-Op arguments are tensors, numbers and strings. Learning rate, optimizer state and FBGEMM modules are none of these, and
-they change without a recompilation. So the op carries a name, which is looked up here.
-"""
+"""Names for the sharded tables of this process, so that an op can find the optimizer of the rows it updates: learning
+rate, optimizer state and FBGEMM modules cannot be op arguments, and change without a recompilation."""
 
 from __future__ import annotations
 
@@ -54,14 +51,12 @@ backward_update_counts: Counter[str] = Counter()  # of those, the ones in backwa
 last_step_settings: dict[str, Any] = {}  # per table, of its last update that was not late
 _watched: WeakValueDictionary[str, WatchedTable] = WeakValueDictionary()
 _own_writes: Counter[int] = Counter()  # writes by updates, per storage id, summed over the tables that share it
-_after_backward: dict[str, list[Callable[[], None]]] = {}  # by table: callbacks after such an update
+_after_backward: list[tuple[frozenset[str], Callable[[], None]]] = []  # tables, and a callback after such an update
 
 
 def register(table: RegisteredTable, preferred_name: str) -> str:
-    """Register `table` under `preferred_name`; a number is appended if the name was taken in this process.
-
-    Ranks compare names, so a name must not depend on when a rank's garbage is collected.
-    """
+    """Register `table` under `preferred_name`; a number is appended if the name was taken in this process. (Ranks
+    compare names, so a name must not depend on when a rank's garbage is collected.)"""
     _times_registered[preferred_name] += 1
     times = _times_registered[preferred_name]
     name = preferred_name if times == 1 else f"{preferred_name}#{times}"
@@ -70,10 +65,8 @@ def register(table: RegisteredTable, preferred_name: str) -> str:
 
 
 class WatchedTable:
-    """Detects writes to a table other than updates, through torch's version counter.
-
-    Writes through `.data` or in user-written kernels are not seen.
-    """
+    """Detects writes to a table other than updates, through torch's version counter. Writes through `.data` or in
+    user-written kernels are not seen."""
 
     def __init__(self, table: ShardedTable) -> None:
         tensors = table.stored() if hasattr(table, "stored") else (table.weight,)
@@ -99,22 +92,19 @@ def watch(name: str) -> WatchedTable:
 
 
 def count_lookup(name: str) -> None:
-    """Called when a forward pass starts to look up rows."""
     table: Any = _tables.get(name)
     if hasattr(type(table), "count_lookup"):  # hasattr on a module's instance takes 10 us when it fails
         table.count_lookup()
 
 
 def gather_rows(name: str, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a table, in a new tensor."""
     table = cast(ShardedTable, get_table(name))
     return table.gather(rows) if hasattr(table, "gather") else _ops.pack_rows.default(table.weight, rows)
 
 
 @contextmanager
 def table_for_update(name: str, late: bool) -> Iterator[ShardedTable]:
-    """The table to update. A late update belongs to the previous step and uses that step's settings, regardless of
-    schedules since."""
+    """The table to update. A late update uses the settings of the step that it belongs to."""
     table = cast(ShardedTable, get_table(name))
     if not late and hasattr(table, "count_step"):
         table.count_step()
@@ -136,23 +126,17 @@ def table_for_update(name: str, late: bool) -> Iterator[ShardedTable]:
     update_counts[name] += 1
     if not late:
         backward_update_counts[name] += 1
-        for call in _after_backward.get(name, ()):
-            call()
+        for names, call in _after_backward:
+            if name in names:
+                call()
 
 
 def call_after_backward(names: Sequence[str], call: Callable[[], None]) -> Callable[[], None]:
     """Call `call` after each backward pass that updates one of the tables, in that pass's thread and near its end.
     Returns a function that removes the callback."""
-    for name in names:
-        _after_backward.setdefault(name, []).append(call)
-
-    def end() -> None:
-        for name in names:
-            _after_backward[name].remove(call)
-            if not _after_backward[name]:
-                del _after_backward[name]
-
-    return end
+    entry = frozenset(names), call
+    _after_backward.append(entry)
+    return lambda: _after_backward.remove(entry)
 
 
 def get_table(name: str) -> RegisteredTable:

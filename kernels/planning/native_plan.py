@@ -1,8 +1,5 @@
-"""Batch planning with the other ranks, in C (native/batch_plan.c): one call per batch, without the GIL, concurrent with
-the training thread. If the caller's guess of the plans' size was too small, it takes a second call.
-
-The arrays of all exchanges share one int64 buffer, so that one copy moves them to a device.
-"""
+"""Batch planning with the other ranks, in C (native/batch_plan.c): one call per batch, without the GIL; two if the
+caller's guess of the plans' size was too small. The arrays of all exchanges share one int64 buffer."""
 
 from __future__ import annotations
 
@@ -24,9 +21,7 @@ from freescale.kernels.planning.row_requests import NO_FAULT, Fault
 # Arrays of one exchange: first those for the rows of a batch,
 ROWS_ARRAYS = ("ids", "inverse", "order", "ends", "early_rows", "urgent_rows")
 # then those for the gradients of the previous batch: which keys, then the owner's distinct rows, their order and ends.
-GRADIENT_ARRAYS = tuple(
-    f"{kind}_{name}" for kind in ("urgent", "late") for name in ("keys", "rows", "order", "ends")
-)
+GRADIENT_ARRAYS = tuple(f"{kind}_{name}" for kind in ("urgent", "late") for name in ("keys", "rows", "order", "ends"))
 ALIGNMENT = 16  # elements: 128 bytes; device allocations are at least 16-byte aligned
 
 
@@ -44,15 +39,11 @@ NOTHING: Told = (-1, 0)
 
 
 class Extent(NamedTuple):
-    """Offset and size of an array in the buffer, in elements."""
-
     offset: int
     size: int
 
 
 class Copy(NamedTuple):
-    """Source and destination addresses, and bytes."""
-
     to: int
     from_: int
     size: int
@@ -67,8 +58,6 @@ class Room(NamedTuple):
 
 
 class PlannedExchange(NamedTuple):
-    """The plan of one exchange of a batch."""
-
     rows: list[Extent]
     row_counts: ExchangeCounts
     urgent_entries: int  # positions with urgent rows
@@ -107,8 +96,6 @@ class FeatureIds(ctypes.Structure):
 
 
 class RowOwners(ctypes.Structure):
-    """struct row_owners."""
-
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("features", "shards", "world", "bound")),
         *((x, ctypes.c_void_p) for x in ("first_rows", "table_sizes", "bounds", "shifts", "shard_order", "starts")),
@@ -141,10 +128,8 @@ class _Result(ctypes.Structure):
 
 
 class BatchPlan:
-    """Plans the batches of one loop for its exchanges, in order, together with the other ranks.
-
-    With `whole`, plans are self-contained: they find no collisions, so all rows of a batch are urgent, and its
-    gradients are planned together with them."""
+    """Plans the batches of one loop for its exchanges, in order, together with the other ranks. With `whole`, plans are
+    self-contained: all rows of a batch are urgent, and its gradients are planned together with them."""
 
     def __init__(
         self, mesh: RankMesh | GroupMesh, tables: Sequence[ExchangeTables], timeout: float, whole: bool = False
@@ -170,9 +155,8 @@ class BatchPlan:
         self, status: int, ids: Sequence[torch.Tensor] | None, room: Room | None = None, tell: Told = NOTHING
     ) -> row_requests.Headers | None:
         """Tell the other ranks which rows this rank requests (ids of all features of all exchanges, status 0), or that
-        it stops (no ids). Returns None if all ranks proceed with valid ids, else what they reported. Collective.
-
-        If all ranks proceed and `room` is large enough, it may also do the work of `plan`."""
+        it stops (no ids). Returns None if all ranks proceed with valid ids, else what they reported. Then, if `room` is
+        large enough, it may also do the work of `plan`. Collective."""
         self._ids = None if ids is None else FeatureIds(ids)
         ids_pointer = None if self._ids is None else ctypes.byref(self._ids)
         memory, elements, copies = room if room is not None else Room(0, 0)
@@ -260,9 +244,8 @@ def _read(result: Any, counts: np.ndarray, whole: bool) -> PlannedExchange:
 def plan_alone(
     ids: Sequence[torch.Tensor], tables: ExchangeTables, table: str, group: dist.ProcessGroup, fault: Fault = NO_FAULT
 ) -> tuple[torch.Tensor, ...]:
-    """Plan one batch of one exchange self-contained, on the CPU; the result is that of the op plan_now. Collective.
-
-    An invalid id or a malformed KeyedJaggedTensor on any rank raises on every rank."""
+    """Plan one batch of one exchange self-contained, on the CPU; the result is that of the op plan_now. An invalid id
+    or a malformed KeyedJaggedTensor on any rank raises on every rank. Collective."""
     try:
         mesh = GroupMesh(group)
     except RuntimeError:  # no C library

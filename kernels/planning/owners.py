@@ -1,8 +1,5 @@
-"""Which rank owns which row of an exchange's tables.
-
-Every row of an exchange has a *key*. Keys are numbered owner by owner, in the order of each owner's rows. So sorting
-keys groups them by owner, and a key minus its owner's first key is the row in the owner's shard.
-"""
+"""Which rank owns which row of an exchange's tables. Every row has a *key*, numbered owner by owner, in the order of
+each owner's rows. So sorted keys are grouped by owner, and a key minus its owner's first is the row in the shard."""
 
 from __future__ import annotations
 
@@ -60,7 +57,6 @@ def require_covered(shards: Sequence[Shard], table_rows: Sequence[int], tables: 
 def owner_map(
     shards: Sequence[Shard], table_rows: Sequence[int], world: int, tables: Mapping[int, str] = MappingProxyType({})
 ) -> OwnerMap:
-    """`tables`: descriptions for errors."""
     require_covered(shards, table_rows, tables)
     rows_of_owner = [0] * world
     for s in shards:
@@ -76,7 +72,6 @@ def owner_map(
 
 
 def first_row_of_each_table(table_rows: Sequence[int]) -> list[int]:
-    """The row number of each table's row 0."""
     first_rows = [0]
     for n in table_rows[:-1]:
         first_rows.append(first_rows[-1] + n)

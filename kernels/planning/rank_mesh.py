@@ -1,9 +1,6 @@
-"""Socket connections between ranks that C uses without the GIL (native/mesh.c).
-
-Planning connects every pair of ranks; comparing a few numbers connects each rank to a few others. If ranks cannot
-connect, or plan within the step, C calls back into Python for each exchange, which then uses a process group. That path
-acquires and releases the GIL several times, and the training thread waits for it each time.
-"""
+"""Socket connections between ranks that C uses without the GIL (native/mesh.c): between every pair of ranks for
+planning, to a few others for comparing numbers. If ranks cannot connect, or plan within the step, C calls back into
+Python for each exchange, which uses a process group: slower, since it waits for the GIL several times."""
 
 from __future__ import annotations
 
@@ -58,10 +55,7 @@ class RankMesh:
         weakref.finalize(self, _close, self.address, self._connections).atexit = False
 
     def all_same(self, numbers: Sequence[int], timeout: float) -> bool:
-        """Whether the numbers are the same on all ranks. Raises if a rank disconnected or did not arrive in time.
-        Collective.
-
-        Needs the connections of `peers_to_compare`."""
+        """Whether the numbers are the same on all ranks; raises if a rank disconnected or was too late. Collective."""
         own, failed = (ctypes.c_int64 * len(numbers))(*numbers), ctypes.c_int64()
         same = c_library.library().fs_all_same(self.address, own, len(numbers), timeout, ctypes.byref(failed))
         if same < 0:
@@ -137,7 +131,6 @@ class _Bytes:
 
 
 def _bytes(address: int, n: int, width: int) -> torch.Tensor:
-    """A tensor on existing memory, without a copy."""
     return torch.from_numpy(np.asarray(_Bytes(address, n, width))) if n else torch.empty(0, width, dtype=torch.uint8)
 
 
@@ -172,8 +165,8 @@ class _Place(NamedTuple):
 
 
 def open_mesh(group: dist.ProcessGroup, peers: Collection[int] | None = None) -> RankMesh | None:
-    """Connect the ranks of a CPU group, each to all others or to `peers` (a symmetric relation). Returns None on every
-    rank if that fails. Raises on every rank if one has no C library. Collective."""
+    """Connect the ranks of a CPU group, each to all others or to `peers` (a symmetric relation). None on every rank if
+    that fails. Raises on every rank if one has no C library. Collective."""
     rank, world = group.rank(), group.size()
     peers = set(range(world) if peers is None else peers) - {rank}
     connections: list[socket.socket | None] = [None] * world
@@ -246,8 +239,7 @@ def _connect(
     connections: list[socket.socket | None], rank: int, peers: set[int], ranks: Sequence[_Place],
     listener: socket.socket,
 ) -> None:  # fmt: skip
-    """Connect to lower-ranked peers and accept the higher-ranked ones. The caller sends its rank and the callee's
-    secret, and the callee answers with the caller's secret, so both know that the peer is the right one."""
+    """Connect to lower-ranked peers and accept the higher-ranked ones. Each side sends the other's secret."""
     end, own = time.monotonic() + _CONNECT_SECONDS, ranks[rank]
     for peer in sorted(p for p in peers if p < rank):
         place = ranks[peer]
@@ -292,7 +284,6 @@ def _call(
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    """Exactly `size` bytes, or none."""
     received = b""
     while len(received) < size:
         if not (part := connection.recv(size - len(received))):

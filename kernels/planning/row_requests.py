@@ -1,8 +1,5 @@
-"""What ranks report to each other about a batch before planning it, and the errors that follow. On the CPU.
-
-TorchRec checks the lengths of a KeyedJaggedTensor only in the first batch, for pooled collections. Here every batch is
-checked, since a malformed one would be read past the end of its values; TorchRec's messages are kept where it has them.
-"""
+"""What ranks report to each other about a batch before planning it, and the errors that follow. On the CPU. TorchRec
+checks a KeyedJaggedTensor only in the first batch; here every one is checked, with its messages where it has them."""
 
 from __future__ import annotations
 
@@ -95,7 +92,6 @@ def told(received: np.ndarray) -> np.ndarray:
 
 
 def read_headers(received: np.ndarray, exchanges: int) -> Headers:
-    """Parse received headers, [world, header_width]."""
     invalid: list[tuple[int, InvalidId] | None] = []
     for i in range(exchanges):
         of_exchange = received[:, _FIRST + 3 * i : _FIRST + 3 * i + 3]
@@ -113,7 +109,6 @@ def tell_missing_library(group: dist.ProcessGroup) -> None:
 
 
 def require_valid_ids(headers: Headers, tables: Sequence[str]) -> None:
-    """Raise on every rank if any rank has an invalid id."""
     for table, invalid in zip(tables, headers.invalid_ids, strict=True):
         if invalid is not None:
             _raise(invalid[0], _INVALID_ID, *invalid[1], table)
@@ -137,7 +132,6 @@ def compare_invalid_ids(
 
 
 def compare_weights(weights: int, ids: int, features: str, group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank has a different number of weights than of ids."""
     for rank, (n_weights, n_ids) in enumerate(_from_all((weights, ids), group)):
         if n_weights != n_ids:
             said = f"{n_weights} weights for {n_ids} ids of the features of {features}"

@@ -1,14 +1,10 @@
-"""Base class of the copying transports: a launch enqueues a whole all-to-all on streams.
+"""Base class of the copying transports: a launch enqueues every copy and signal of an all-to-all on streams (issue.py),
+and the device executes them without a host thread. (A message of very many pieces can fill the driver's queue; then the
+launch blocks until the device catches up.)
 
-A launch issues every copy and signal of its message at once, in stream order (issue.py), and the device executes them
-without a host thread. So the training thread never waits, and neither the GIL nor a busy host delays a transfer. (A
-message of very many pieces can fill the driver's queue, a few hundred pieces deep; then the launch blocks until the
-device catches up.)
-
-Failure: a watcher thread polls the messages in flight a few times per second. If a peer is gone, or a message exceeds
-the timeout, it records the error, then releases the waiting streams, so nothing hangs. What the device computes after
-that is garbage: the next launch, wait or `check` raises, and the transport stays unusable. A step calls `check` before
-it starts; code that reads the tables calls `drain`.
+Failure: a watcher thread polls the messages in flight. If a peer is gone, or a message exceeds the timeout, it records
+the error, then releases the waiting streams, so nothing hangs. What the device computes after that is garbage: the next
+launch, wait or `check` raises. A step calls `check` before it starts; code that reads the tables calls `drain`.
 """
 
 from __future__ import annotations
@@ -59,11 +55,8 @@ class TransportWork(dist.Work):
 
 
 class CopyTransport(ABC):
-    """All-to-alls of one group. A subclass defines the lanes of the pieces.
-
-    Its constructor opens resources through `_resources`, sets `liveness`, calls `_open_channels` and, last,
-    `_start_watching`.
-    """
+    """All-to-alls of one group. A subclass defines the lanes of the pieces: its constructor opens resources through
+    `_resources`, sets `liveness`, calls `_open_channels` and, last, `_start_watching`."""
 
     name: ClassVar[str]
     liveness: Liveness
@@ -107,6 +100,10 @@ class CopyTransport(ABC):
         """Release every stream of this rank that waits for a peer. Called repeatedly until none waits."""
         release_words(self._wait_words)
 
+    def _issued(self, level: int, send_counts: torch.Tensor, recv_counts: torch.Tensor, row_bytes: int) -> None:
+        """A message is on its streams. Called under the launch lock."""
+        return  # in most transports the host has no part in it
+
     def _host_is_sending(self) -> bool:
         """Whether the host still has to send data that has been copied off the device."""
         return False
@@ -138,30 +135,22 @@ class CopyTransport(ABC):
         row_bytes = x.element_size() * math.prod(x.shape[1:])
         with self._launch_lock:
             current = self.driver.current_stream()
-            done = self._put_on_streams(level_of(priority), current, x, out, send_counts, recv_counts, row_bytes)
+            done = self._issuer.launch(level_of(priority), current, x, out, send_counts, recv_counts, row_bytes)
             if done is None:
                 raise ValueError(
                     f"freescale: {self.name}: expected {int(send_counts.sum())} rows to send and "
                     f"{int(recv_counts.sum())} to receive, found {x.shape[0]} and {n_recv}"
                 )
+            self._issued(level_of(priority), send_counts, recv_counts, row_bytes)
             message = Message(self.launched, priority, time.monotonic(), current, done, (x, out))
             self.launched += 1
             self.liveness.set_launched(self.launched)
             self.in_flight.add(message)
         return out, TransportWork(self, message)
 
-    def _put_on_streams(
-        self, level: int, stream: int, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor,
-        recv_counts: torch.Tensor, row_bytes: int,
-    ) -> Any:  # fmt: skip
-        """Issue all copies and signals of one message. Returns the event after the last, or None if the counts are
-        wrong."""
-        return self._issuer.launch(level, stream, x, out, send_counts, recv_counts, row_bytes)
-
     # ---- failure and shutdown --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if a transfer has failed."""
         if self.error is not None:
             raise RuntimeError(self.error)
 

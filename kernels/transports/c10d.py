@@ -1,8 +1,5 @@
-"""The `c10d` transport: the group's own all-to-all, or on gloo its sends and receives.
-
-Gloo's all-to-all often takes twice its wire time, depending on which rank arrives first, as if the two directions took
-turns. Sends and receives do not, if every receive is posted before the first send.
-"""
+"""The `c10d` transport: the group's own all-to-all. Gloo's often takes twice its wire time, as if the two directions
+took turns; sends and receives do not, if every receive is posted before the first send."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ _last_tag: dict[str, int] = {}  # per group name: every all-to-all has its own t
 
 
 class PairwiseWork:
-    """Sends and receives as one Work."""
-
     def __init__(self, works: list[dist.Work]) -> None:
         self.works = works
 

@@ -27,10 +27,8 @@ class Message:
 
 
 class InFlight:
-    """Keeps the memory of unfinished messages alive. Shared by the launching and the watcher thread.
-
-    (Instead of record_stream: the allocator would use the streams even after they are destroyed.)
-    """
+    """Keeps the memory of unfinished messages alive. Shared by the launching and the watcher thread. (Instead of
+    record_stream: the allocator would use the streams even after they are destroyed.)"""
 
     def __init__(self, is_done: Callable[[Any], bool]) -> None:
         """`is_done`: whether the device has reached an event."""
@@ -39,8 +37,8 @@ class InFlight:
         self._full = _MANY
 
     def add(self, message: Message) -> None:
-        """Add a message. Finished ones are dropped when there are twice as many as were unfinished the last time: bulk
-        messages in flight keep no memory of later ones, and a launch polls the device twice at most, on average."""
+        """Finished messages are dropped when there are twice as many as were unfinished the last time: bulk messages
+        keep no memory of later ones, and a launch polls the device twice at most, on average."""
         with self._lock:
             if len(self.messages) >= self._full:
                 self._drop_finished()
@@ -77,8 +75,7 @@ STREAMS_PER_DIRECTION = 2
 
 
 class DeviceResources:
-    """Frees resources in reverse order. Holds no reference to the transport, so the transport's finalizer can own
-    it."""
+    """Frees resources in reverse order. Holds no reference to the transport, whose finalizer owns it."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver

@@ -5,8 +5,7 @@
     streams join                in the stream of the last receive (else the last send), which records event `done`
 
 So a wait, or a check for completion, needs only one event. No send waits for a receive, and other priorities are not
-affected. The Python cost of a launch does not depend on the number of peers and pieces, and the GIL is released once.
-tests/support/issue_python.py defines the order of the calls.
+affected. tests/support/issue_python.py defines the order of the calls.
 """
 
 from __future__ import annotations
@@ -63,8 +62,6 @@ class _Channel(ctypes.Structure):
 
 
 class Issuer:
-    """Issues the messages of one transport, with one channel per priority level."""
-
     def __init__(self, driver: Any, channels: Sequence[Channel]) -> None:
         self._driver, self._launch = driver, c_library.library().freescale_launch
         addresses = [ctypes.cast(driver.calls[name], _P).value for name in DRIVER_CALLS]
@@ -101,10 +98,8 @@ class Issuer:
         self, level: int, stream: int, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor,
         recv_counts: torch.Tensor, row_bytes: int,
     ) -> Any:  # fmt: skip
-        """Send the rows of `x` and receive into `out`, after the work already on `stream`.
-
-        Returns the event after the last copy, or None, issuing nothing, if the counts do not add up to the rows.
-        """
+        """Send the rows of `x` and receive into `out`, after the work already on `stream`. Returns the event after the
+        last copy, or None, issuing nothing, if the counts do not add up to the rows."""
         done = self._driver.new_event()
         status = self._launch(
             self._channel_addresses[level], stream, done.handle, x.data_ptr(), out.data_ptr(), send_counts.data_ptr(),

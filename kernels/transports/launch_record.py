@@ -1,10 +1,8 @@
 """Records of launches and of the waits for them, read by the meter.
 
-A `RecordedWork` wraps the group's Work or a transport's message. `_c10d_functional.wait_tensor` calls its `wait`, in
-the same graph or a later one. So every wait is timed, labeled for the profiler, and fails with a message that names
-what failed.
-
-On a GPU the wait is enqueued on the stream and the host proceeds; two events around it measure the stream's wait.
+`_c10d_functional.wait_tensor`, in the same graph or a later one, calls the `wait` of a `RecordedWork` around the
+group's Work or a transport's message. So every wait is timed, labeled for the profiler, and fails with a message that
+names what failed. On a GPU the host proceeds; two events around the wait measure it.
 """
 
 from __future__ import annotations
@@ -99,11 +97,8 @@ _stream_waits = cache(StreamWaits)
 
 
 class RecordedWork(dist.Work):
-    """Records the wait for a launch's Work.
-
-    `size`: bytes received, if not those of `out`. `then`: called after the wait, on a GPU for work that must follow on
-    the same stream.
-    """
+    """Records the wait for a launch's Work. `size`: bytes received, if not those of `out`. `then`: called after the
+    wait, on a GPU for work that must follow on the same stream."""
 
     def __init__(
         self, work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup, size: int | None = None,
@@ -167,8 +162,7 @@ def register_launch(
     work: Any, label: str, out: torch.Tensor, group: dist.ProcessGroup, size: int | None = None,
     then: Callable[[], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Register `work` for `out`, so that a wait for `out` waits for it, and record it. Other arguments:
-    RecordedWork."""
+    """Register `work` for `out`, so that a wait for `out` waits for it, and record it. Arguments as of RecordedWork."""
     distributed.register_work(out, RecordedWork(work, label, out, group, size, then))
     return out
 

@@ -1,12 +1,9 @@
-"""The all-to-all bandwidth of a process group, measured once per group at start-up.
+"""The all-to-all bandwidth of a process group, measured once per group at start-up. Passes read the `estimate` and
+never measure, since a pass may run on one rank alone (if the others hit the cache). It may only affect where launches
+are placed, and is not part of torch's cache keys: code loaded from a cache may have been compiled for another link.
 
-Passes read the `estimate` and never measure, since a pass may run on one rank alone (if the others hit the cache).
-
-A probe of 2 MB is noisy, so the best of several counts, rounded to a power of two: most runs on one link place launches
-alike. Code loaded from a cache may have been compiled for another link, so the estimate may only affect where launches
-are placed, and must not be part of torch's cache keys.
-
-`measure_transports` times several transports for the same all-to-all; `auto` chooses by it.
+A probe of 2 MB is noisy, so the best of several counts, rounded to a power of two. `measure_transports` times several
+transports for the same all-to-all; `auto` chooses by it.
 """
 
 from __future__ import annotations
@@ -38,12 +35,10 @@ def measure(group: dist.ProcessGroup, device: torch.device, gbps: float = 0.0) -
 
 
 def rounded(speed: float) -> float:
-    """The nearest power of two, by ratio."""
     return 2.0 ** round(math.log2(speed))
 
 
 def estimate(group_name: str) -> float:
-    """The measured speed, or a default."""
     return bytes_per_second.get(group_name, DEFAULT)
 
 
@@ -77,10 +72,7 @@ _REPEATS = 3
 def measure_transports(
     transports: Mapping[str, Any], nbytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds per rank, by name; None is the group's own all-to-all. Collective.
-
-    A transport that fails on a rank took infinite time there.
-    """
+    """Seconds per rank, by name; None: the group's own all-to-all. Infinite where a transport fails. Collective."""
     everyone = cpu_group(group, distributed.timeout_of(group).total_seconds())
     rows = -(-size_of(nbytes) // (_ROW_BYTES * group.size()))  # per peer
     x = torch.zeros(rows * group.size(), _ROW_BYTES, dtype=torch.uint8, device=device)
@@ -104,7 +96,6 @@ def size_of(nbytes: int) -> int:
 
 
 def _seconds(transport: Any, x: torch.Tensor, rows: int, group: dist.ProcessGroup) -> float:
-    """Seconds of one all-to-all with equal rows per peer."""
     counts = torch.full((group.size(),), rows)
     _synchronize(x.device)
     start = time.perf_counter()

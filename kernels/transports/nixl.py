@@ -2,9 +2,8 @@
 
     sender's device --copy engine--> slot --one-sided write--> slot --copy engine--> receiver's device
 
-For each priority, every rank has send and receive slots for every other rank. Device copies and signals work as in
-`staged`. Between slots NIXL writes by RDMA if UCX finds a network for it, else through shared memory or TCP. A thread
-per priority drives NIXL (nixl_relay.py), so a launch is a single call that never blocks.
+For each priority, every rank has send and receive slots for every other rank, and a thread that drives NIXL
+(nixl_relay.py). Device copies and signals work as in `staged`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class HostLayout:
 
     @property
     def level_bytes(self) -> int:
-        """Bytes of all slots of one priority."""
         return 2 * self.world * self.slots * self.piece_bytes
 
     def data_offset(self, level: int, is_in: bool, peer: int) -> int:
@@ -68,8 +66,6 @@ class HostLayout:
 
 
 class NixlTransport(CopyTransport):
-    """Ranks on any hosts."""
-
     name = "nixl"
 
     def __init__(
@@ -157,16 +153,9 @@ class NixlTransport(CopyTransport):
             self.rank, agent, names, slots, remote, layout.piece_bytes, self._reports, self._stop_threads, on_failure
         )
 
-    def _put_on_streams(
-        self, level: int, stream: int, x: torch.Tensor, out: torch.Tensor, send_counts: torch.Tensor,
-        recv_counts: torch.Tensor, row_bytes: int,
-    ) -> Any:  # fmt: skip
-        done = super()._put_on_streams(level, stream, x, out, send_counts, recv_counts, row_bytes)
-        if done is None:
-            return None
+    def _issued(self, level: int, send_counts: torch.Tensor, recv_counts: torch.Tensor, row_bytes: int) -> None:
         send, recv = ([n * row_bytes for n in counts.tolist()] for counts in (send_counts, recv_counts))
         self._threads[level].enqueue(send, recv)
-        return done
 
     def missing_peers(self) -> set[int]:
         return set().union(*(thread.awaited_peers() for thread in self._threads))
@@ -180,7 +169,6 @@ class NixlTransport(CopyTransport):
 
 
 def _raise_first(ranks: Sequence[int], problems: Sequence[str]) -> None:
-    """Raise the same error on every rank."""
     for rank, problem in zip(ranks, problems, strict=True):
         if problem:
             raise RuntimeError(f"freescale: nixl: rank {rank} cannot open the transport: {problem}")

@@ -1,10 +1,9 @@
-"""Moves the slots of the `nixl` transport: one thread and one NIXL agent per priority.
+"""Moves the slots of the `nixl` transport: one thread and one NIXL agent per priority. A thread sleeps while its rank
+has nothing in flight; NIXL accepts writes from peers on its own meanwhile.
 
 The sender's device fills a slot and writes a word. Its thread sees the word and has NIXL write the slot into the
-receiver's, with a notification. The receiver's thread sees the notification and writes the word that its device waits
-for. After that device has emptied the slot, its thread notifies the sender that the slot is free.
-
-A thread sleeps while its rank has nothing in flight. NIXL accepts writes from peers on its own meanwhile.
+receiver's, with a notification. The receiver's thread sees that and writes the word that its device waits for. After
+the device has emptied the slot, its thread notifies the sender that the slot is free.
 """
 
 from __future__ import annotations
@@ -83,8 +82,6 @@ class PeerReports:
 
 
 class NixlRelay(threading.Thread):
-    """Relay thread of one priority on one rank."""
-
     def __init__(
         self,
         rank: int,
@@ -285,7 +282,7 @@ class NixlRelay(threading.Thread):
         return bool(writing.posted) or (bool(writing.sizes) and self._may_post(writing) == (True, False))
 
     def _waits_to_read(self, peer: int) -> bool:
-        """Whether the peer is expected to write. Not if it has no free slot because this rank's device has not emptied
+        """Whether the peer is expected to write. Not if all slots are full, because this rank's device has not emptied
         one."""
         reading = self._reading[peer]
         return reading.written < reading.expected and len(reading.full) < self._n_slots

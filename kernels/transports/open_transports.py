@@ -1,11 +1,9 @@
-"""The open transports of this process, one per name and set of ranks.
-
-Groups of the same ranks share a transport: urgent launches use the training's group, early and late ones the background
-group, and each priority has its own streams and slots in it.
+"""The open transports of this process, one per name and set of ranks: the training's group and the background group
+share one, in which each priority has its own streams and slots.
 
 A transport requested by name must pass its self-test (proof.py), else it is an error. `auto` opens the SM-free
-transport that the group's ranks can use (selection.py), measures it against the group's own all-to-all
-(link_speed.py), and keeps one of them. All of this is collective, so every rank chooses the same.
+transport that the group's ranks can use (selection.py), measures it against the group's own all-to-all (link_speed.py),
+and keeps one of them. All of this is collective, so every rank chooses the same.
 """
 
 from __future__ import annotations
@@ -48,9 +46,7 @@ def _known(name: str, group: Any) -> tuple[Any, Any] | None:
 
 def transport_for(name: str, group: Any, x: torch.Tensor, n_recv: int) -> Any:
     """The transport for launches of the group under that name, None for c10d. Opened on first use, which is collective.
-
-    `x`, `n_recv`: the rows that this launch sends, and how many it receives.
-    """
+    `x`, `n_recv`: the rows that this launch sends, and how many it receives."""
     known = _known(name, group)
     if known is not None:
         return known[1]
@@ -122,7 +118,6 @@ def _transports() -> list[Any]:
 
 
 def names() -> list[str]:
-    """Names of the transports in use."""
     return sorted({transport.name for transport in _transports()})
 
 
@@ -133,17 +128,13 @@ def check() -> None:
 
 
 def drain(*_: Any) -> None:
-    """Called before tables are read for a checkpoint: wait until nothing is in flight, and raise if a transfer failed.
-
-    Otherwise the read could wait for a stream that a failure releases, and return garbage without an error. Arguments
-    of hooks are ignored.
-    """
+    """Called before tables are read for a checkpoint (arguments of hooks are ignored): wait until nothing is in flight.
+    Otherwise the read could wait for a stream that a failure releases, and return garbage without an error."""
     for transport in _transports():
         transport.drain()
 
 
 def close() -> None:
-    """Free all pinned memory and streams."""
     for transport in _transports():
         transport.close()
     _open.clear()

@@ -1,8 +1,5 @@
-"""Self-test of a transport: before first use, the ranks exchange random bytes and compare them.
-
-Every priority carries messages of uneven sizes, including empty ones, several in flight. If the transport does not work
-on these machines (driver, network, memory), it shows here and not as a model that does not learn.
-"""
+"""Self-test of a transport: before first use, the ranks exchange random bytes at every priority, in messages of uneven
+sizes, several in flight, and compare them. So a driver, network or memory on which it does not work shows here."""
 
 from __future__ import annotations
 
@@ -47,10 +44,8 @@ def open_proven(open_transport: Any, group: dist.ProcessGroup, device: torch.dev
 
 
 def find_problem(transport: Any, group: dist.ProcessGroup, device: torch.device) -> str:
-    """Describe what is wrong with the data received by this rank; empty if nothing is.
-
-    Wrong bytes do not end the test: other ranks wait for this rank's data.
-    """
+    """Describe what is wrong with the data received by this rank; empty if nothing is. Wrong bytes do not end the test:
+    other ranks wait for this rank's data."""
     problem = ""
     for priority in range(PRIORITY_LEVELS):
         arriving = [_send(transport, group, device, priority, number) for number in range(_MESSAGES)]

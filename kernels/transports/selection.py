@@ -3,11 +3,9 @@
     c10d     the group's own all-to-all
     staged   copy engines and memory that the ranks of one host share, no SM
     nixl     copy engines, host memory and NVIDIA's NIXL between hosts, no SM
-    auto     one of these, chosen at the first launch of a group
+    auto     one of these, chosen at the first launch of a group by all ranks together, from what each reports
 
-All ranks of a group choose together for `auto`, from what each reports about its machine, so the choice is the same on
-every rank: a transport must be supported by all. The choice is not part of a compiled graph or of torch's cache keys:
-code compiled on one cluster, or on a slow network, runs on another.
+The choice is not part of a compiled graph or of torch's cache keys: code compiled on one cluster runs on another.
 """
 
 from __future__ import annotations
@@ -40,8 +38,6 @@ class UnsupportedTransport(ValueError):
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank of a group with rows on a GPU."""
-
     rank: int
     host: str  # equal for ranks that can share memory
     gpu: str
@@ -75,7 +71,6 @@ def choose_transport(requested: str, device_type: str) -> tuple[str, str]:
 
 
 def unsupported_reason(name: str, device_type: str) -> str:
-    """Why the transport cannot carry rows on such a device; empty if it can."""
     if name != "c10d" and device_type != "cuda":
         return f"{name} copies between GPUs and the rows are on the {device_type}"
     return nixl.missing_reason() if name == "nixl" else ""
@@ -89,7 +84,6 @@ def gather_views(group: dist.ProcessGroup, device: torch.device, nbytes: int) ->
 
 
 def look(group: dist.ProcessGroup, device: torch.device) -> RankView:
-    """This rank's view."""
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return RankView(
         dist.get_rank(),
@@ -148,6 +142,5 @@ def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
 
 
 def figures(seconds: Mapping[str, Sequence[float]], nbytes: int) -> str:
-    """Describe the measurement."""
     words = (f"{name} {max(of_ranks) * 1e3:.3g} ms" for name, of_ranks in seconds.items())
     return f"for {nbytes / 2**20:.3g} MiB the slowest rank takes: {', '.join(words)}"

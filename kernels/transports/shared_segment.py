@@ -1,10 +1,6 @@
 """Memory shared by all ranks of one host: an unnamed file in /dev/shm, which the kernel frees with the last process
-that has it open, regardless of how that process ends.
-
-Ranks first exchange their locations; memory is reserved only if all of them are on one host. Rank 0 opens the file and
-passes it to the others over Unix sockets with abstract addresses. Each rank locks one byte of the file. The kernel
-releases the lock when the process ends, so the others can detect it.
-"""
+that has it open. Rank 0 passes it to the others over Unix sockets with abstract addresses. Each rank locks one byte of
+it; the kernel releases the lock when the process ends, so the others can detect it."""
 
 from __future__ import annotations
 
@@ -127,8 +123,6 @@ def _free_bytes() -> int:
 
 
 class SharedSegment:
-    """One rank's view of the shared file."""
-
     def __init__(self, file: int, nbytes: int, rank: int, reserve: bool = False) -> None:
         """Takes ownership of the open `file`."""
         self.file, self.nbytes = file, nbytes
@@ -176,7 +170,6 @@ class PeerLiveness:
         self._launched = segment.words(4, world)
 
     def lost_peers(self) -> dict[int, int]:
-        """Peers that will send nothing more, and for each the rank to name: itself, or the one it reported."""
         exited = {p: p for p in self._peers if not self._segment.is_held_by(p)}
         return {**exited, **{p: int(self._failure_reports[p]) - 1 for p in self._peers if self._failure_reports[p]}}
 
@@ -188,7 +181,6 @@ class PeerLiveness:
         self._launched[self._rank] = messages & 0xFFFFFFFF
 
     def peers_behind(self, messages: int) -> set[int]:
-        """Peers that have launched fewer messages."""
         return {p for p in self._peers if not at_least(int(self._launched[p]), messages)}
 
 
@@ -196,10 +188,8 @@ _cpu_groups: dict[tuple[str, int, float], tuple[dist.ProcessGroup, dist.ProcessG
 
 
 def cpu_group(group: dist.ProcessGroup, timeout: float, number: int = 0) -> dist.ProcessGroup:
-    """A gloo group of the same ranks. Collective on first use.
-
-    Kept as long as `group`: a new group that reuses a destroyed group's name would find the old addresses.
-    """
+    """A gloo group of the same ranks. Collective on first use. Kept as long as `group`: a new group that reuses a
+    destroyed group's name would find the old addresses."""
     key = group.group_name, number, timeout
     known = _cpu_groups.get(key)
     if known is not None and known[0] is group:

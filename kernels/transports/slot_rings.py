@@ -1,15 +1,14 @@
 """Rings of slots, through which the pieces of an all-to-all pass. Pure arithmetic: no device, no memory.
 
-A lane is one ring in one direction. Slots are used in turn: piece n takes slot n % slots in round n // slots + 1. Two
-words per slot hold a round: `full` means the data is in, `free` means it has been taken. The writer of a piece waits
-for `free` of the previous round, the reader for `full` of this round. So memory is bounded, and a slow reader holds the
-writer back.
+A lane is one ring in one direction. Piece n takes slot n % slots in round n // slots + 1. Two words per slot hold a
+round: `full` means the data is in, `free` means it has been taken. The writer of a piece waits for `free` of the
+previous round, the reader for `full` of this round. So memory is bounded, and a slow reader holds the writer back.
 
-Why ranks cannot deadlock: every rank orders its transfers by (message, piece, distance), where distance is
-(receiver - sender) % world, and a send comes before the receive of the same key. A transfer waits only for transfers of
-smaller keys or, if it is a receive, for the send of its own key. So the smallest unfinished transfer can always run,
-even if one hardware queue carries all streams of a rank. (Since the streams of a message join at its end, receives of
-later messages wait for transfers of this one, which have smaller keys.)
+Why ranks cannot deadlock: every rank orders its transfers by (message, piece, distance), where distance is (receiver -
+sender) % world, and a send comes before the receive of the same key. A transfer waits only for transfers of smaller
+keys or, if it is a receive, for the send of its own key. So the smallest unfinished transfer can always run, even if
+one hardware queue carries all streams of a rank. (Since the streams of a message join at its end, receives of later
+messages wait for transfers of this one, which have smaller keys.)
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Lane(ctypes.Structure):
     ]
 
     def __init__(self, wait_words: np.ndarray, **numbers: int) -> None:
-        """`wait_words`: the words that this side waits for."""
         assert wait_words.strides == (WORD_STRIDE,)
         super().__init__(**numbers, host_words=wait_words.ctypes.data)
         self.wait_words = wait_words

@@ -2,11 +2,9 @@
 
     sender's device --copy engine--> slot in host memory --copy engine--> receiver's device
 
-All ranks are on one host and share the memory of the slots: the receiver copies out of the slot that the sender copied
-into. The signals are words next to it that the devices write and wait for themselves; no process touches data or
-signals. Data for the rank itself also goes through the host, so nothing takes SMs.
-
-Memory is bounded by `ring_bytes` per rank, allocated once; a sender without a free slot waits on its stream.
+The ranks of one host share the slots. The signals are words next to them that the devices write and wait for; no
+process touches data or signals. Memory is bounded by `ring_bytes` per rank, allocated once; a sender without a free
+slot waits on its stream.
 """
 
 from __future__ import annotations
@@ -32,12 +30,7 @@ class SharedMemoryTransport(CopyTransport):
     name = "staged"
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        driver: Any,
-        timeout: float | None,
-        segment: SharedSegment,
-        layout: SharedLayout,
+        self, group: dist.ProcessGroup, driver: Any, timeout: float | None, segment: SharedSegment, layout: SharedLayout
     ) -> None:
         super().__init__(group, driver, timeout)
         self.segment, self.layout = segment, layout

@@ -1,8 +1,5 @@
-"""Assignment methods: each takes a Problem and returns the rank of every sample; and the result of `balance`.
-
-All are deterministic and ignore memory and bytes. swaps.py improves their results, solver.py chooses among them.
-`fewest_moves` changes neither loads nor memory: it only permutes groups and equal samples.
-"""
+"""Assignment methods: each takes a Problem and returns the rank of every sample; and the result of `balance`. All are
+deterministic and ignore memory and bytes. swaps.py improves their results, solver.py chooses among them."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ class BalanceResult:
     method: str
 
     def samples_of(self, rank: int) -> np.ndarray:
-        """The samples of one rank, in order."""
         end = int(self.counts[: rank + 1].sum())
         return self.order[end - int(self.counts[rank]) : end]
 
@@ -77,14 +73,12 @@ def make_result(problem: Problem, costs: np.ndarray, rank: np.ndarray, method: s
 
 
 def _loads_and_straggler(costs: np.ndarray, rank: np.ndarray, ranks: int) -> tuple[np.ndarray, float]:
-    """Load of each rank, and the share of time that the average rank waits for the slowest."""
     loads = np.bincount(rank, costs, minlength=ranks)
     longest = float(loads.max())
     return loads, max(0.0, 1 - float(loads.sum()) / ranks / longest) if longest else 0.0
 
 
 def descending(problem: Problem) -> IntArray:
-    """Samples by descending cost, ties by index."""
     bits = problem.index_bits
     keys = ((int(problem.costs.max(initial=0)) - problem.costs) << bits) | np.arange(len(problem.costs))
     return np.sort(keys) & ((1 << bits) - 1)  # keys are unique, so the faster unstable sort is fine
@@ -104,9 +98,7 @@ def stay_home(problem: Problem) -> IntArray:
 
 def make_room(problem: Problem, rank: IntArray, target: int) -> IntArray:
     """If a sample costs more than the mean load, give its rank the cheapest other samples, until the load is `target`.
-
-    Equivalent to single swaps, but faster.
-    """
+    (Single swaps would do the same, slower.)"""
     costs, rank = problem.costs, rank.copy()
     loads = np.zeros(problem.ranks, np.int64)
     np.add.at(loads, rank, costs)
@@ -145,11 +137,9 @@ def zigzag(problem: Problem) -> IntArray:
 
 
 def lpt(problem: Problem, *, any_count: bool = False) -> IntArray:
-    """Longest processing time first: in descending order of cost, each to the least loaded rank that is not full.
-
-    Vectorized in runs: the least loaded ranks take one sample each, as long as no rank in the run, with its new sample,
-    has a lower load than the next rank without one.
-    """
+    """Longest processing time first: in descending order of cost, each to the least loaded rank that is not full. In
+    runs: the least loaded ranks take one sample each, as long as no rank in the run, with its new sample, has a lower
+    load than the next rank without one."""
     order, ranks = descending(problem), problem.ranks
     costs, rank = problem.costs[order], np.empty(len(order), np.int64)
     loads, room = np.zeros(ranks, np.int64), np.full(ranks, len(order)) if any_count else problem.counts.copy()
@@ -171,11 +161,9 @@ def lpt(problem: Problem, *, any_count: bool = False) -> IntArray:
 
 
 def kk(problem: Problem) -> IntArray:
-    """Karmarkar-Karp with equal counts: from sets of one sample per rank, repeatedly merge the two most uneven ones.
-
-    A merge combines the heaviest part of one set with the lightest of the other. Counts differ by at most one; larger
-    groups go to the ranks with larger counts.
-    """
+    """Karmarkar-Karp with equal counts: from sets of one sample per rank, repeatedly merge the two most uneven ones,
+    the heaviest part of one with the lightest of the other. Counts differ by at most one; larger groups go to the ranks
+    with larger counts."""
     ranks, order = problem.ranks, descending(problem)
     sets = -(-len(order) // ranks)
     if not sets:
@@ -270,11 +258,8 @@ def _dense_ids(keys: IntArray, bits: int) -> IntArray:
 def exact(
     problem: Problem, below: int, budget: OperationBudget, *, any_count: bool = False, any_below: bool = False
 ) -> IntArray | None:
-    """The assignment with the smallest largest load, if that is below `below`, by exhaustive search.
-
-    `any_below`: return the first one below `below`. The budget is one unit per try; if it runs out, the result may not
-    be the best.
-    """
+    """The assignment with the smallest largest load, if that is below `below`, by exhaustive search; with `any_below`,
+    the first. The budget is one unit per try; if it runs out, the result may not be the best."""
     order = descending(problem)
     costs = problem.costs[order].tolist()
     memory = [0] * len(costs) if problem.memory is None else problem.memory[order].tolist()

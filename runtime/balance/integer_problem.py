@@ -96,7 +96,6 @@ def make_problem(
 
 
 def checked_numbers(name: str, values: Any, samples: int | None) -> np.ndarray:
-    """One finite, non-negative number per sample."""
     try:
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as e:
@@ -124,12 +123,9 @@ def _checked_bytes(name: str, values: Any, samples: int) -> np.ndarray:
 
 
 def checked_integers(name: str, values: Any, length: int, largest: int | None) -> np.ndarray:
-    """Non-negative integers."""
     array = np.asarray(values)
     if array.ndim != 1 or len(array) != length:
-        raise BalanceError(
-            f"freescale: {name} must have {length} numbers in 1 dimension, found shape {array.shape}"
-        )
+        raise BalanceError(f"freescale: {name} must have {length} numbers in 1 dimension, found shape {array.shape}")
     if length and array.dtype.kind not in "iu":
         raise BalanceError(f"freescale: {name} must be integers, found {array.dtype}")
     whole = array.astype(np.int64)

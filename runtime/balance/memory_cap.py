@@ -1,8 +1,5 @@
-"""Improve an assignment by swaps within a memory cap per rank.
-
-The cap always holds: if the starting assignment exceeds it, memory is balanced first, from several starting points, and
-by exhaustive search for small problems. If that fails, the error reports the numbers.
-"""
+"""Improve an assignment by swaps within a memory cap per rank, which always holds: if the starting assignment exceeds
+it, memory is balanced first, from several starting points, and by exhaustive search for small problems."""
 
 from __future__ import annotations
 
@@ -57,10 +54,8 @@ def improve_within_cap(
 
 
 def _lower_memory(partition: Partition, stop: StopCriteria, budget: OperationBudget) -> Partition | None:
-    """Bring a balanced partition below the memory cap with swaps that cost little balance; None on failure.
-
-    If cost grows faster than memory, long samples determine the cost and short ones can still even out memory.
-    """
+    """Bring a balanced partition below the memory cap with swaps that cost little balance; None on failure. (If cost
+    grows faster than memory, long samples determine the cost and short ones can still even out memory.)"""
     problem = partition.problem
     by_memory, _ = _memory_problem(problem)
     for allowance in (0.02, 0.1, 0.3):
@@ -121,5 +116,4 @@ def fit_to_cap(partition: Partition, *, any_count: bool = False) -> Partition:
 
 
 def _with_counts_of(problem: Problem, rank: np.ndarray) -> Problem:
-    """The problem with the counts of the assignment `rank`."""
     return replace(problem, counts=np.bincount(rank, minlength=problem.ranks))

@@ -1,9 +1,6 @@
-"""The cost of a sample as a function of its lengths: a formula fitted to measured times, or a user's function.
-
-A cost is any callable `cost(*lengths) -> array` with one number per sample, in any unit. `costs_of` calls it and
-validates the result. Nothing here communicates: ranks gather *costs*, so that all solve the same problem, and gather
-sums and times, so that all fit the same data.
-"""
+"""The cost of a sample as a function of its lengths: a formula fitted to measured times, or a user's function: any
+callable `cost(*lengths) -> array` with one number per sample, in any unit. Nothing here communicates: ranks gather
+costs, sums and times, so that all solve the same problem and fit the same data."""
 
 from __future__ import annotations
 
@@ -23,10 +20,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LengthCost:
-    """a * L + b * L**2, where L is the sum of a sample's lengths (its sequence and its candidates).
-
-    With the defaults, both terms are equal at length 2048: linear layers and attention of a model about 500 wide.
-    """
+    """a * L + b * L**2, where L is the sum of a sample's lengths (its sequence and its candidates). With the defaults,
+    both terms are equal at length 2048: linear layers and attention of a model about 500 wide."""
 
     a: float = 1.0
     b: float = 1.0 / 2048
@@ -270,10 +265,8 @@ def _with_weights(like: LengthCost | FeatureCost, weights: Sequence[float]) -> L
 
 
 def robust_fit(terms: np.ndarray, y: np.ndarray, prior: np.ndarray, spread: float) -> tuple[np.ndarray, float]:
-    """Non-negative coefficients of the columns of `terms`, and the robust standard deviation of a row, in units of y.
-
-    Iteratively reweighted least squares. `prior`: coefficients before there are rows, known to `spread`.
-    """
+    """Non-negative coefficients of the columns of `terms`, and the robust standard deviation of a row, in units of y,
+    by iteratively reweighted least squares. `prior`: coefficients before there are rows, known to `spread`."""
     coefficients, noise = prior, 1.0
     for _ in range(_MAX_ITERATIONS):
         residuals = y - terms @ coefficients

@@ -1,8 +1,5 @@
-"""`balance(costs, ranks)`: assign samples to ranks so that all ranks have the same amount of work.
-
-NumPy only: no process group, clock or random numbers. Ranks with the same arguments get the same result. It moves no
-data and is independent of batches. The methods are in assignment.py, the swaps in swaps.py.
-"""
+"""`balance(costs, ranks)`: assign samples to ranks so that all ranks have the same amount of work. No process group,
+clock or random numbers: ranks with the same arguments get the same result. It moves no data."""
 
 from __future__ import annotations
 
@@ -14,16 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from freescale.runtime.balance import assignment
+from freescale.runtime.balance import assignment, integer_problem
 from freescale.runtime.balance.assignment import BalanceResult, make_result
-from freescale.runtime.balance.integer_problem import (
-    BalanceError,
-    Problem,
-    checked_numbers,
-    integer_costs,
-    make_problem,
-    short_text,
-)
+from freescale.runtime.balance.integer_problem import BalanceError, Problem
 from freescale.runtime.balance.memory_cap import StopCriteria, fit_to_cap, improve_within_cap
 from freescale.runtime.balance.swaps import OperationBudget, Partition, improve
 
@@ -70,8 +60,8 @@ def balance(
         method = "default"
     if method not in METHODS:
         raise BalanceError(f"freescale: balance method must be one of {', '.join(METHODS)}; found {method!r}")
-    costs = checked_numbers("costs", costs, None)
-    problem = make_problem(costs, ranks, counts, home, sizes, memory, memory_cap)
+    costs = integer_problem.checked_numbers("costs", costs, None)
+    problem = integer_problem.make_problem(costs, ranks, counts, home, sizes, memory, memory_cap)
     if method == "none":
         partition = _unmoved(problem, counts_given=counts is not None)
     elif method == "variable":
@@ -112,9 +102,9 @@ def _plain(method: str, problem: Problem, tolerance: float, budget: int | None) 
 
 
 def _start(method: str, problem: Problem) -> np.ndarray:
-    """The rank of each sample by a method that ignores memory and bytes."""
     if method == "kk" and np.ptp(problem.counts) > 1:
-        raise BalanceError(f"freescale: the method 'kk' requires equal counts; found {short_text(problem.counts)}")
+        found = integer_problem.short_text(problem.counts)
+        raise BalanceError(f"freescale: the method 'kk' requires equal counts; found {found}")
     return {"zigzag": assignment.zigzag, "lpt": assignment.lpt, "kk": assignment.kk}[method](problem)
 
 
@@ -168,14 +158,13 @@ def _counts_differ_at_home(problem: Problem) -> bool:
 
 
 def _variable(problem: Problem, costs: np.ndarray, alpha: float, stop: StopCriteria) -> Partition:
-    """Least loaded first with any counts, for costs ** alpha."""
     if not np.isfinite(alpha):
         raise BalanceError(f"freescale: alpha must be a finite number, found {alpha}")
     if alpha != 1.0:
-        powers = checked_numbers(
+        powers = integer_problem.checked_numbers(
             f"costs ** {alpha}", np.power(costs, alpha, where=costs > 0, out=np.zeros_like(costs)), len(costs)
         )
-        problem = replace(problem, costs=integer_costs(powers, problem.index_bits))
+        problem = replace(problem, costs=integer_problem.integer_costs(powers, problem.index_bits))
     rank = assignment.lpt(problem, any_count=True)
     if not Partition(problem, rank).fits_memory():
         rank = fit_to_cap(Partition(problem, rank), any_count=True).sample_ranks()

@@ -1,11 +1,9 @@
-"""Improve a partition of the samples by swapping samples between heavy and light ranks.
+"""Improve a partition of the samples by swapping samples between heavy and light ranks. Costs are integers and nothing
+depends on a clock, so every rank with the same input gets the same partition.
 
-Costs are integers and nothing depends on a clock, so every rank with the same input gets the same partition. The first
-partition comes from assignment.py; solver.py is the user's interface. The partition is a matrix, so that all ranks are
-searched at once: a row holds a rank's samples, sorted by cost; a sample is the key `cost << index_bits | index`.
-
-A round pairs the heaviest rank with the lightest, the second heaviest with the second lightest and so on. Each pair
-swaps the two samples that bring it closest to its target. All pairs of a round are searched at once.
+A partition is a matrix, so that all ranks are searched at once: a row holds a rank's samples, sorted by cost; a sample
+is the key `cost << index_bits | index`. A round pairs the heaviest rank with the lightest, the second heaviest with the
+second lightest and so on. Each pair swaps the two samples that bring it closest to its target.
 """
 
 from __future__ import annotations
@@ -45,19 +43,16 @@ class Partition:
         return keys & ((1 << self.problem.index_bits) - 1), row
 
     def sample_ranks(self) -> IntArray:
-        """The rank of each sample."""
         sample, row = self._filled_cells()
         rank = np.empty(len(sample), np.int64)
         rank[sample] = row
         return rank
 
     def sums(self, values: IntArray) -> IntArray:
-        """Per-rank sums of per-sample `values`."""
         sample = np.where(self.keys == EMPTY, len(values), self.keys & ((1 << self.problem.index_bits) - 1))
         return np.append(values, 0)[sample].sum(1)
 
     def moved_bytes(self) -> int:
-        """Bytes of the samples that are not on their home rank."""
         sample, row = self._filled_cells()
         return int(self.problem.sizes[sample][self.problem.home[sample] != row].sum())
 
@@ -97,7 +92,7 @@ class OperationBudget:
         self.left = operations
 
     def spend(self, operations: int) -> bool:
-        """Take `operations` from the budget; return False if it has fewer left."""
+        """False if it has fewer left."""
         if self.left < operations:
             return False
         self.left -= operations
@@ -105,10 +100,8 @@ class OperationBudget:
 
 
 def swap_extremes(partition: Partition, target: int) -> None:
-    """Swap the longest samples of the heaviest ranks with the shortest of the lightest, several at once.
-
-    Transfers no more than one has above `target` and the other below it. Equivalent to single swaps, but faster.
-    """
+    """Swap the longest samples of the heaviest ranks with the shortest of the lightest, several at once, but transfer
+    no more than one has above `target` and the other below it. (Single swaps would do the same, slower.)"""
     half, n_swaps = partition.problem.ranks // 2, min(_BULK_SWAPS, int(partition.counts.min()))
     if not half or n_swaps < 2 or partition.memory is not None:
         return
@@ -125,11 +118,8 @@ def swap_extremes(partition: Partition, target: int) -> None:
 
 
 def improve(partition: Partition, target: int, slack: int, budget: OperationBudget) -> bool:
-    """Swap until no load is above `target + slack` (True), or until no swap helps or the budget is spent (False).
-
-    The largest load never grows. Among swaps that bring a pair to its target within `slack`, the one that moves the
-    fewest bytes wins. A memory cap that holds is kept.
-    """
+    """Swap until no load is above `target + slack` (True), or until no swap helps or the budget is spent (False). Of
+    swaps that bring a pair to its target within `slack`, the one that moves the fewest bytes wins. A cap is kept."""
     round_, stale, largest = 0, 0, int(partition.loads.max(initial=0))
     width = partition.keys.shape[1]
     if largest > target + slack and budget.spend(len(partition.loads) * _BULK_SWAPS + 5000):
@@ -149,11 +139,8 @@ def improve(partition: Partition, target: int, slack: int, budget: OperationBudg
 
 @dataclass(frozen=True)
 class _Pairing:
-    """Which ranks swap in a round, one entry per pair.
-
-    A light rank is in one pair. A heavy rank may be in several, each with a share of its samples: share 0, 1, ... of
-    `shares`.
-    """
+    """Which ranks swap in a round, one entry per pair. A light rank is in one pair; a heavy one may be in several, each
+    with a share of its samples: share 0, 1, ... of `shares`."""
 
     heavy: IntArray
     light: IntArray
@@ -194,7 +181,6 @@ def _pair_one_to_one(partition: Partition, target: int, heavy: IntArray, other: 
 
 
 def _swap_pairs(partition: Partition, pairing: _Pairing, slack: int, round_: int) -> None:
-    """Swap one sample of each side in every pair where that helps."""
     bits, width, n_pairs = partition.problem.index_bits, partition.keys.shape[1], len(pairing.heavy)
     transfer, only_partner = pairing.transfer[:, None], (pairing.shares == 1)[:, None]
     load_gap = (partition.loads[pairing.heavy] - partition.loads[pairing.light])[:, None]

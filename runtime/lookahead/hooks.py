@@ -1,7 +1,5 @@
-"""Hooks on every use of a model's tables while a loop is open.
-
-A training step starts once all ranks are at it. A forward pass of another batch, or reading the tables, first applies
-pending gradients. Training without the compiled model and loading into the tables are errors.
+"""Hooks on every use of a model's tables while a loop is open. A training step starts once all ranks are at it. A
+forward pass of another batch, or reading the tables, first applies pending gradients.
 
 A step begins outside the compiled code, so it is a *call* of a compiled module: of the model itself (returned by
 torch.compile, compiled in place, or with a compiled forward) or of modules inside it.
@@ -230,10 +228,8 @@ def _own_exchanges(module: torch.nn.Module) -> list[Exchange]:
 
 
 def compiled_parts(model: Any) -> list[torch.nn.Module]:
-    """The outermost compiled modules of `model` that hold a supported table, in the model's order.
-
-    If there are none, raises an error that says what to write instead.
-    """
+    """The outermost compiled modules of `model` that hold a supported table, in the model's order. If there are none,
+    raises an error that says what to write instead."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(_not_a_module(model))
     outermost: list[torch.nn.Module] = []

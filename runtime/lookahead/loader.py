@@ -1,12 +1,6 @@
-"""`LookaheadLoader`: prefetches the exchange of the next batch while the current one trains.
-
-A planning thread (thread.py) takes batches from the user's loader, exchanges their ids with the other ranks over a
-connection of its own, finds the rows that two consecutive batches share, and prepares what the two steps need
-(planning.py). It plans one batch for each one that the loop takes, so all ranks plan equally many. With `balance`,
-samples move between the ranks first (batch_balancer.py).
-
-State between two steps is in step.py; hooks.py sees every use of the model.
-"""
+"""`LookaheadLoader`: prefetches the exchange of the next batch while the current one trains. A planning thread
+(thread.py) takes batches from the user's loader, one for each that the loop takes, balances them (batch_balancer.py)
+and plans them (planning.py). State between two steps is in step.py; hooks.py sees every use of the model."""
 
 from __future__ import annotations
 
@@ -52,31 +46,29 @@ class LookaheadLoader:
                of one structure (values without tensors may change). A feature that the model looks up is a key of a
                KeyedJaggedTensor, or the dict key or field name of an integer tensor. Batches are yielded in order, on
                the model's device. They are loaded up to two steps ahead, so the loader must not write to a batch that
-               it has returned. If the loader has `state_dict` and `load_state_dict`, the wrapper has them, too, and its
-               state is that after the batch yielded last. Other attributes (`sampler`, `dataset`, `batch_size`, ...)
-               are read and set through the wrapper. Around another LookaheadLoader, this one replaces it
+               it has returned. `state_dict` and `load_state_dict`, if the loader has them, are of the state after the
+               batch yielded last. Other attributes (`sampler`, `dataset`, ...) are read and set through the wrapper.
+               Around another LookaheadLoader, this one replaces it
     model      compiled: by model.compile(backend="freescale"), by torch.compile (its return value), or in parts: a
                module with compiled modules in it, such as DistributedModelParallel around a compiled model. A step is a
                call of the compiled part, through the model or directly; with several parts, a call of the model
     strict     loaders of different length on different ranks are an error instead of a warning; None: the model's
                option "strict", else FREESCALE_STRICT
     balance    True, or BalanceOptions: before a batch is planned, samples move between the ranks so that all ranks have
-               equal work. Each rank keeps its number of samples. These are split by sample: KeyedJaggedTensors, tensors
-               [samples, ...], 1-D tensors `x` with `x_lengths` or `x_offsets`, lists of one object per sample. If all
-               ranks have the same number of samples, averaged losses and gradients are those of the same global batch.
-               `origin` tells where samples come from; `restore` sends outputs back there. The cost of a sample is
-               fitted to the measured times of all ranks (`cost`, see FittedCost), or given in BalanceOptions
+               equal work. Each rank keeps its number of samples; if all have the same, averaged losses and gradients
+               are those of the same global batch. KeyedJaggedTensors, tensors [samples, ...], 1-D tensors `x` with
+               `x_lengths` or `x_offsets` and lists of one object per sample are split. `origin` tells where samples
+               come from; `restore` sends outputs back there. The cost of a sample is fitted to the measured times of
+               all ranks (`cost`, see FittedCost), or given in BalanceOptions
     overlap    True, the default: rows and gradients that a step does not wait for travel during the previous or the
-               next step. That takes twice as many launches. False: batches are still loaded and planned ahead, but all
-               rows and gradients of a step travel in that step. Try it if rank 0 logs that steps are host-bound. The
-               training is the same
+               next step, in twice as many launches. False: batches are still loaded and planned ahead, but all rows and
+               gradients of a step travel in that step. Try it if rank 0 logs that steps are host-bound
 
     Training is the same as without the wrapper. What one step leaves for the next is applied before anything else reads
     the tables: at the end of the loop, on `break`, when an exception leaves it, before `state_dict()`, and before a
     forward pass of another batch, under torch.no_grad() or from a second LookaheadLoader. A batch may be skipped
-    (`continue`). All ranks must loop alike; otherwise every rank raises an error that names what each rank did.
-
-    An error that Python cannot raise where it happens (on `break` it prints it) is raised by the next use of the model.
+    (`continue`). All ranks must loop alike; otherwise every rank raises an error that names what each rank did. An
+    error that Python cannot raise where it happens (on `break` it prints it) is raised by the next use of the model.
     """
     def __init__(
         self,
@@ -136,8 +128,7 @@ class LookaheadLoader:
         self._offer_state()
 
     def _offer_state(self) -> None:
-        """`state_dict` and `load_state_dict`, if the loader has them. From Python 3.12 on, isinstance of a protocol
-        does not call __getattr__, so they must be attributes."""
+        """From Python 3.12 on, isinstance of a protocol does not call __getattr__, so they must be attributes."""
         for name in ("state_dict", "load_state_dict"):
             vars(self).pop(name, None)
             if hasattr(self.loader, name) and not (name == "state_dict" and self._lacks_state):
@@ -223,16 +214,13 @@ class LookaheadLoader:
 
     @property
     def loss_weights(self) -> torch.Tensor:
-        """One weight per sample of the last batch. If each rank averages loss * weight over its samples and the results
-        are averaged over the ranks, the result is the mean over all samples. All 1 if the ranks have equally many."""
+        """One weight per sample of the last batch: if each rank averages loss * weight over its samples, and the ranks'
+        results are averaged, the result is the mean over all samples. All 1 if the ranks have equally many."""
         return self._last_moved().loss_weights.to(self.exchanges[0].anchor.device)
 
     def restore(self, outputs: Any) -> Any:
-        """Outputs per sample of the last batch, sent back to the ranks and positions their samples come from.
-
-        Tensors [samples, ...] (without their gradients), lists, or any other structure that a batch may have.
-        Collective.
-        """
+        """Outputs per sample of the last batch, sent back to the ranks and positions their samples come from: tensors
+        [samples, ...] (without their gradients), lists, or any other structure that a batch may have. Collective."""
         return restore_outputs(outputs, self._last_moved().origin, self._session.restore_group())
 
     def _last_moved(self) -> SampleInfo:

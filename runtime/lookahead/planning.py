@@ -1,10 +1,6 @@
-"""Plans one batch after another: load, balance, request the rows from their owners, plan the step.
-
-Before any collective, the ranks exchange whether loading succeeded, so that all go on or all stop.
-
-Each call that releases the GIL can delay the training thread when it takes the GIL again. So there are few calls and
-few collectives.
-"""
+"""Plans one batch after another: load, balance, request the rows from their owners, plan the step. Before any
+collective, the ranks exchange whether loading succeeded, so that all go on or all stop. Each call that releases the GIL
+can delay the training thread when it takes the GIL again, so there are few calls and few collectives."""
 
 from __future__ import annotations
 
@@ -52,7 +48,6 @@ class PlanningConnection:
         self._mesh = rank_mesh.open_mesh(group)
 
     def new_plan(self, exchanges: list[Exchange], whole: bool = False) -> BatchPlan:
-        """`whole`: see BatchPlan."""
         tables = [
             ExchangeTables(x.row_offsets, x.table_sizes, OwnerMap(x.bounds, x.shifts, x.starts)) for x in exchanges
         ]
@@ -81,8 +76,7 @@ class EndOfPlanning(Exception):
 
 @dataclass
 class PlannedBatch:
-    """A batch and its plans. The planning thread fills it in; once it is in the queue to the loop, the planning thread
-    does not touch it again, nor its `next`."""
+    """A batch and its plans. The planning thread fills it in, until it is in the queue to the loop."""
 
     number: int
     whole: bool = False  # its plans depend on no other batch
@@ -134,8 +128,6 @@ class PlannedBatch:
 
 
 class BatchPlanning:
-    """The batches of one loop."""
-
     def __init__(
         self,
         loader: Iterable[Any],
@@ -163,8 +155,8 @@ class BatchPlanning:
         self._room = 0  # elements, enough for every plan so far
 
     def advance(self) -> PlannedBatch | None:
-        """Plan one more batch. Returns the previous one, whose plans are complete now (None for the first); where plans
-        are whole, the batch itself. Raises EndOfPlanning on every rank at the same batch."""
+        """Plan one more batch. Returns the one whose plans are complete now: the previous (None for the first); where
+        plans are whole, the batch itself. Raises EndOfPlanning on every rank at the same batch."""
         if self.number == 0:
             self._plan = self.connection.new_plan(self.exchanges, self._whole)
             self._require_same_options()
@@ -191,8 +183,7 @@ class BatchPlanning:
     # -- stages --------------------------------------------------------------------------------------------------
 
     def _attempt(self, stage: Callable[[PlannedBatch], Any], planned: PlannedBatch) -> Any:
-        """Run a stage, unless an earlier one failed or the loader ended. Returns None without a result; the next
-        collective reports why."""
+        """Run a stage, unless an earlier one failed or the loader ended; the next collective reports why."""
         if self._status == _OK:
             try:
                 return stage(planned)
@@ -232,8 +223,8 @@ class BatchPlanning:
             self._status, self._error = _FAILED, error
 
     def _prepare(self, planned: PlannedBatch) -> list[torch.Tensor]:
-        """Find the ids of all features of all exchanges. Allocate memory for the plans, as much as was enough so far,
-        and for the tensors of the batch."""
+        """Find the ids of all features. Allocate memory for the plans, as much as was enough so far, and for the
+        batch."""
         leaves = list(batch_structure.leaves(planned.batch))
         counts = []
         by_feature, planned.value_counts = batch_structure.feature_ids_and_counts(planned.batch, self._features)
@@ -303,7 +294,6 @@ class BatchPlanning:
             )
 
     def _require_all_go_on(self, statuses: list[int]) -> None:
-        """Raises EndOfPlanning if a rank's loader has ended or failed."""
         if _FAILED in statuses:
             raise EndOfPlanning(self._failure(statuses))
         if _ENDED not in statuses:

@@ -1,8 +1,5 @@
-"""Rendezvous of all ranks before a step, before pending gradients are applied, and at the end of a loop.
-
-Each rank states what it is about to do, in one small gather over connections of its own. So no rank starts an exchange
-that others will not join: a rank that leaves its loop or has a wrong batch is an error on every rank instead of a hang.
-"""
+"""Rendezvous of all ranks before a step, before pending gradients are applied, and at the end of a loop: each states
+what it is about to do, so no rank starts an exchange that others will not join."""
 
 from __future__ import annotations
 
@@ -27,8 +24,6 @@ UNKNOWN_BATCH, FOREIGN_BATCH, CHANGED_BATCH = -1, -2, -3
 
 
 class Action(IntEnum):
-    """What a rank is about to do."""
-
     TRAIN, EVALUATE, FLUSH, CLOSE = range(4)
 
 
@@ -51,8 +46,7 @@ class RankStatus(NamedTuple):
 
 
 class RankSync:
-    """Gathers the ranks' status. If all are the same, this takes log2(ranks) messages over sockets; if not, a gather
-    over a group of its own. Collective."""
+    """Gathers the ranks' status: log2(ranks) messages over sockets if all are the same, else over a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -95,8 +89,7 @@ class RankExits:
         self.agreed = False  # all ranks have agreed on the end of the loop
 
     def post(self, batch: int, ordered: int, exception: str) -> str:
-        """This rank leaves the loop and makes no further launch in it, unless all ranks agree on one. Returns where and
-        why it left."""
+        """This rank leaves the loop and makes no further launch in it, unless all ranks agree on one. Returns why."""
         why = f"rank {self._rank} left its loop at batch {batch}{exception and f': {exception}'}"
         own = LeftRank(launch_record.launched - self._launched_before, not exception, ordered, why)
         mine = json.dumps(own)
@@ -120,8 +113,7 @@ class RankExits:
         return "" if left is None or left.ordered > batch else left.why
 
     def release_wait(self) -> None:
-        """End this rank's wait for a launch if a rank has left the loop without making it. Called in another thread;
-        never raises."""
+        """End this rank's wait for a launch if a rank has left without making it. In another thread; never raises."""
         work = launch_record.awaited
         if work is None or self.agreed or time.perf_counter() - work.record.wait_began <= _SECONDS_OF_WAIT:
             return

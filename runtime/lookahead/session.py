@@ -25,11 +25,10 @@ _SECONDS_AFTER_EXCEPTION = 5.0
 
 
 class Session:
-    """One for all models that share a table. The innermost loop is the last; nested ones only evaluate, because a model
-    is trained under one loader at a time."""
+    """One for all models that share a table. A model is trained under one loader at a time: nested loops only
+    evaluate."""
 
     def __init__(self, exchanges: list[Exchange], link_gbps: float) -> None:
-        """Collective."""
         training_group = distributed.group_by_name(exchanges[0].group_name)
         self.loops: list[Loop] = []
         self._timeout = distributed.timeout_of(training_group)
@@ -71,8 +70,8 @@ class Session:
     def open(
         self, exchanges: list[Exchange], new_planning: Callable[[PlanningConnection], BatchPlanning], timeout: float
     ) -> Loop:
-        """Begin a loop inside the innermost one, and its planning. Collective. `timeout`: seconds that the end of the
-        loop waits for the user's loader."""
+        """Begin a loop inside the innermost one, and its planning. `timeout`: seconds that its end waits for the user's
+        loader. Collective."""
         if self._failure is not None:
             raise RuntimeError(f"freescale: {self._failure}")
         self.flush()
@@ -100,11 +99,9 @@ class Session:
             )
 
     def close_innermost(self, exception: str = "") -> RuntimeError | None:
-        """End the innermost loop and its planning. Returns the error of this, if any.
-
-        `exception`: why this rank leaves the loop. Other ranks may wait where this one cannot know, so it waits a few
-        seconds for them; otherwise as long as in training. A rank that waits for this one finds why in the store.
-        """
+        """End the innermost loop and its planning. Returns the error of this, if any. `exception`: why this rank leaves
+        the loop. Other ranks may wait where this one cannot know, so it waits a few seconds for them; otherwise as long
+        as in training."""
         loop, failure = self.loops[-1], None
         why = loop.exits.post(loop.batch_number, loop.thread.ordered, exception)
         try:
@@ -147,8 +144,8 @@ class Session:
         self, action: Action, received: int = UNKNOWN_BATCH, seconds: float = float("inf")
     ) -> list[RankStatus]:
         """Returns if this rank may do `action` in the innermost loop, else raises. Applies pending gradients if some
-        rank needs that. Every rank calls this at the same place. For a training step, every rank must have the expected
-        batch. `seconds`: to wait for the others, at most the timeout of the training."""
+        rank needs that. For a training step, every rank must have the expected batch. `seconds`: to wait for the
+        others, at most the timeout of the training. Collective."""
         loop, may_go_on = self.loops[-1], False
         while not may_go_on:
             own = loop.status(action, received)
@@ -165,8 +162,7 @@ class Session:
         return loop.statuses
 
     def _may_go_on(self, loop: Loop, action: Action) -> bool:
-        """Raises if this rank may not do `action`. False if another rank only wanted the flush (state_dict on one
-        rank), which is done now: then this rank asks again."""
+        """Raises if this rank may not do `action`. False if another rank only wanted the flush, now done: ask again."""
         statuses = loop.statuses
         if action == Action.TRAIN and rendezvous.all_fine(statuses):
             return True

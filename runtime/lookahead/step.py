@@ -1,7 +1,5 @@
-"""State of one loop between two steps: early rows in flight, and late gradients that the next step applies.
-
-Late gradients leave the backward pass as the gradient of the plan's `late_slot`; a hook on it collects them.
-"""
+"""State of one loop between two steps: early rows in flight, and late gradients that the next step applies. These leave
+the backward pass as the gradient of the plan's `late_slot`; a hook on it collects them."""
 
 from __future__ import annotations
 
@@ -28,10 +26,8 @@ _wait = torch.ops._c10d_functional.wait_tensor
 
 
 class LateGradientsHook:
-    """On the late slot of a step: runs when a backward pass produces late gradients.
-
-    Each backward pass of a step is one update, as in TorchRec. So before a second one adds its late gradients, all
-    ranks apply those of the first."""
+    """On the late slot of a step: runs when a backward pass produces late gradients. Each backward pass of a step is
+    one update, as in TorchRec, so before a second one adds its own, all ranks apply those of the first."""
 
     def __init__(self, exchange: Exchange, plan: StepPlan) -> None:
         self._exchange, self._number = exchange, plan.number
@@ -58,8 +54,8 @@ class LateGradientsHook:
         plan.backwards += self.is_incomplete(plan)
 
     def is_incomplete(self, plan: StepPlan) -> bool:
-        """Whether a backward pass has applied the urgent gradients but not produced the late ones. After it, that is an
-        error: it raised in between, was asked for the gradients of some tensors only, or belonged to another step."""
+        """Whether a backward pass has applied the urgent gradients but not produced the late ones: it raised in
+        between, was asked for the gradients of some tensors only, or belonged to another step."""
         updates = table_registry.backward_update_counts[self._exchange.name]
         return updates > self._backwards_before + plan.backwards
 

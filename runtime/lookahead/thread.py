@@ -1,13 +1,10 @@
-"""The planning thread of one loop: plans one batch after another, ahead of the training thread.
+"""The planning thread of one loop: plans one batch after another, ahead of the training thread, over a connection of
+its own. The training thread uploads the plans (plan_block.py). A batch that is on the device already is read on the
+default stream, because the loader does not say which stream made it.
 
-It uses a connection of its own and never touches the training group. Plans stay in host memory, pinned for a GPU; the
-training thread uploads them (plan_block.py). A batch that is on the device already is read on the default stream,
-because the loader does not say which stream made it.
-
-If loading a batch fails on one rank, all ranks learn it before their next collective, and each raises in its user's
-loop. If planning fails later, between collectives, the rank posts the error in the store and closes its connections:
-the collectives of the other ranks fail at once, and they find the error there. A group that ended this way is not used
-by another loop (session.py).
+If loading a batch fails on one rank, all ranks learn it before their next collective. If planning fails later, the rank
+posts the error in the store and closes its connections: the collectives of the other ranks fail at once, and they find
+the error there. A group that ended this way is not used by another loop (session.py).
 """
 
 from __future__ import annotations
@@ -54,10 +51,8 @@ class PlanningThread(threading.Thread):
     # -- the training thread -------------------------------------------------------------------------------------
 
     def take(self) -> PlannedBatch | None:
-        """The next batch; None at the end. Raises an error of loading or planning, of any rank.
-
-        Waits for the user's loader without a limit, for anything else at most as long as the group's timeout allows.
-        """
+        """The next batch; None at the end. Raises an error of loading or planning, of any rank. Waits for the user's
+        loader without a limit, for anything else at most as long as the group's timeout allows."""
         began, item = time.perf_counter(), self._next_item()
         if isinstance(item, BaseException):
             self.error = item
@@ -87,8 +82,7 @@ class PlanningThread(threading.Thread):
             )
 
     def _record_wait(self, began: float, ended: float, planned: PlannedBatch | None) -> None:
-        """Divide the wait between the loader and the planner. A batch is ready when the next one is planned, so the
-        wait was for that one."""
+        """Divide the wait between the loader and the planner. It was for the next batch, which makes this one ready."""
         awaited = planned if planned is None or planned.next is None else planned.next
         load_began, load_ended = (0.0, 0.0) if awaited is None else awaited.loaded
         loading = max(min(ended, load_ended) - max(began, load_began), 0.0)
@@ -101,8 +95,8 @@ class PlanningThread(threading.Thread):
         self._orders.put(True)
 
     def stop(self, more: int, why_alone: str) -> None:
-        """End the thread. `more`: batches that other ranks have ordered beyond this one's. `why_alone`: why this
-        rank stops, if the other ranks do not know; "" if they stop too."""
+        """End the thread. `more`: batches that other ranks have ordered beyond this one's. `why_alone`: why this rank
+        stops, if the other ranks do not know; "" if they stop too."""
         if why_alone:
             self._stopped = True  # do not wait for ranks that may not arrive
             if not self._finished:

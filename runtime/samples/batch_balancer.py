@@ -1,9 +1,6 @@
-"""Balance the batches of one loop between ranks, in a LookaheadLoader's thread, before a batch is planned.
-
-The ranks gather the costs of their samples, all compute the same assignment, and exchange samples. Times of earlier
-steps are sent along with the costs; the cost function is fitted to them. split_batch.py defines what a batch consists
-of.
-"""
+"""Balance the batches of one loop between ranks, in a LookaheadLoader's thread, before a batch is planned. The ranks
+gather the costs of their samples, and times of earlier steps, to which the cost function is fitted; all compute the
+same assignment, and exchange samples. split_batch.py defines what a batch consists of."""
 
 from __future__ import annotations
 
@@ -105,8 +102,6 @@ class _LocalBatch(NamedTuple):
 
 
 class BatchBalancer:
-    """Balances the batches of one loop, in the loader's thread. `stats` and the fit outlive it."""
-
     def __init__(
         self,
         options: BalanceOptions,
@@ -127,8 +122,8 @@ class BatchBalancer:
     # -- the user's thread ---------------------------------------------------------------------------------------
 
     def take(self, number: int, ended: meter.FinishedStep | None) -> SampleInfo:
-        """Return the sample info of batch `number` when it is yielded, and make the current streams wait for the batch.
-        `ended`: the previous step, if it trained."""
+        """The sample info of batch `number` when it is yielded; waits for it. `ended`: the step before, if it
+        trained."""
         if number > 0:
             self._step_times[number - 1] = ended
         info, ready = self._balanced.pop(number)
@@ -232,10 +227,7 @@ class BatchBalancer:
     def _gather(
         self, local: _LocalBatch, brought: np.ndarray, steps: list[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The measures of all ranks' samples, `_times` of the steps, [ranks, steps, 2], and the digests.
-
-        One all-gather, padded to the largest number of samples.
-        """
+        """The measures of all ranks' samples, `_times` of the steps, [ranks, steps, 2], and digests, in one gather."""
         rows, most, first = len(local.measures), int(brought.max()), 2 * _MOST_TIMES + len(local.digests)
         message = np.zeros(first + rows * most)
         message[2 * _MOST_TIMES : first] = local.digests
@@ -335,8 +327,7 @@ def loss_difference(loss_of: Callable[[Any], Any], batch: Any, shared: Sequence[
     samples depend on the rest of their local batch (batch norm, division by the longest history).
 
     Call it on every rank, with equally many samples, for example as `freescale.loss_difference(model.eval(), batch)`.
-    `loss_of` is called without gradients on the rank's batch and again after samples have moved between ranks; it
-    returns the mean loss, alone or first in a tuple. `shared`: as in BalanceOptions.
+    `loss_of` returns the mean loss, alone or first in a tuple. `shared`: as in BalanceOptions.
     """
     group: Any = dist.new_group(backend="gloo")
     try:

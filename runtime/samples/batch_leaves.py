@@ -1,7 +1,5 @@
-"""Values in a batch that are split by sample, one class per kind. Each converts to a column and back.
-
-Rows stay on their device. Lengths are needed on the CPU, and the caller copies those of all leaves at once.
-"""
+"""Values in a batch that are split by sample, one class per kind. Each converts to a column and back. Rows stay on
+their device. Lengths are needed on the CPU, and the caller copies those of all leaves at once."""
 
 from __future__ import annotations
 
@@ -55,8 +53,6 @@ class Leaf(ABC):
 
 @dataclass(eq=False)
 class TensorLeaf(Leaf):
-    """A tensor [samples, ...]."""
-
     tensor: torch.Tensor
 
     def column(self, lengths: Sequence[torch.Tensor]) -> Column:
@@ -68,8 +64,6 @@ class TensorLeaf(Leaf):
 
 @dataclass(eq=False)
 class ArrayLeaf(Leaf):
-    """A numeric NumPy array [samples, ...]."""
-
     array: np.ndarray
 
     def column(self, lengths: Sequence[torch.Tensor]) -> Column:
@@ -158,7 +152,6 @@ class JaggedLeaf(Leaf):
         return column.rows[0]
 
     def values(self, column: Column) -> dict[Path, Any]:
-        """With the lengths or offsets beside it."""
         lengths, found = column.counts()[0], super().values(column)
         for name, tensor in self.beside.items():
             numbers = np.concatenate(([0], np.cumsum(lengths))) if _is_offsets(name) else lengths
@@ -171,7 +164,6 @@ def _is_offsets(name: str) -> bool:
 
 
 def _integers_as(template: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
-    """The numbers with the dtype and device of `template`."""
     return batch_structure.to_device(torch.from_numpy(numbers.copy()).to(template.dtype), template.device)
 
 

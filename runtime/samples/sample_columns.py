@@ -1,9 +1,6 @@
-"""The data of a batch as columns that are split by sample: select samples, or send them to other ranks.
-
-A column knows its number of rows per sample; for a dense tensor it is one. All columns of a batch are exchanged in two
-collectives: one all-to-all of lengths, then one of bytes. Data that stays on its rank is not sent. Messages are on the
-CPU; tensors on a device are packed there, see device_packing.py. split_batch.py converts batches to columns.
-"""
+"""The data of a batch as columns that are split by sample: select samples, or send them to other ranks, all columns in
+two collectives, one of lengths, then one of bytes. Data that stays on its rank is not sent. Messages are on the CPU;
+tensors on a device are packed there, see device_packing.py. split_batch.py converts batches to columns."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ class Column:
     is_jagged: bool = False
 
     def counts(self) -> np.ndarray:
-        """Rows per feature and sample."""
         return np.ones((1, self.samples), np.int64) if self.lengths is None else self.lengths
 
     def schema(self) -> str:
@@ -65,11 +61,10 @@ def sizes(columns: Sequence[Column], samples: int) -> np.ndarray:
 
 
 def select(c: Column, chosen: np.ndarray) -> Column:
-    """The chosen samples, in the given order."""
     index, lengths = chosen, None
     if c.lengths is not None:
         lengths = c.lengths[:, chosen]
-        index = _spans(_starts(c.lengths)[:, chosen].ravel(), lengths.ravel())
+        index = spans(_starts(c.lengths)[:, chosen].ravel(), lengths.ravel())
     rows = tuple(r.index_select(0, batch_structure.to_device(torch.from_numpy(index), r.device)) for r in c.rows)
     return replace(c, lengths=lengths, rows=rows, samples=len(chosen))
 
@@ -77,11 +72,8 @@ def select(c: Column, chosen: np.ndarray) -> Column:
 def exchange(
     columns: Sequence[Column], destination: np.ndarray, arriving: np.ndarray, group: dist.ProcessGroup
 ) -> list[Column]:
-    """Send each sample to the rank `destination[sample]`; `arriving[rank]` samples arrive from each rank.
-
-    Arrived samples are ordered by source rank, then by their order there. Collective; columns must have the same schema
-    on all ranks.
-    """
+    """Send each sample to the rank `destination[sample]`; `arriving[rank]` samples arrive from each rank, in its order.
+    Columns must have the same schema on all ranks. Collective."""
     order, leaving = np.argsort(destination, kind="stable"), np.bincount(destination, minlength=group.size())
     samples, lengths = int(arriving.sum()), _exchange_lengths(columns, order, leaving, arriving, group)
     tensors = [r for c in columns for r in c.rows]
@@ -108,13 +100,10 @@ def exchange(
 
 
 def _on_device(rows: torch.Tensor) -> bool:
-    """Whether the tensor is packed on its device rather than here."""
     return rows.device.type != "cpu"
 
 
-def _device_packers(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> list[tuple[DevicePacker, list[int]]]:
+def _device_packers(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[tuple[DevicePacker, list[int]]]:
     """Per device, its packer and the indices of its tensors."""
     of_device: dict[torch.device, list[int]] = {}
     for i, r in enumerate(tensors):
@@ -165,7 +154,7 @@ def _exchange_lengths(
 def _host_pieces(
     rows: torch.Tensor, lengths: np.ndarray | None, order: np.ndarray, leaving: np.ndarray
 ) -> list[torch.Tensor]:
-    """For each rank, the bytes to send, ordered by feature, then by sample. Empty for tensors that are packed on their
+    """For each rank, the bytes to send, ordered by feature, then by sample. Empty for tensors packed on their
     device."""
     if _on_device(rows):
         return []
@@ -173,7 +162,7 @@ def _host_pieces(
     if lengths is not None:
         counts, segments = lengths[:, order], _segments(len(lengths), leaving)
         starts = _starts(lengths)[:, order].ravel()[segments]
-        index, per_rank = _spans(starts, counts.ravel()[segments]), _rows_by_rank(counts, leaving)
+        index, per_rank = spans(starts, counts.ravel()[segments]), _rows_by_rank(counts, leaving)
     return list(as_bytes(rows.index_select(0, torch.from_numpy(index))).split((per_rank * row_bytes(rows)).tolist()))
 
 
@@ -191,7 +180,7 @@ def _from_host_pieces(
     arrived = lengths.ravel()[segments]
     starts = np.empty_like(arrived)
     starts[segments] = np.cumsum(arrived) - arrived
-    return rows.index_select(0, torch.from_numpy(_spans(starts, lengths.ravel())))
+    return rows.index_select(0, torch.from_numpy(spans(starts, lengths.ravel())))
 
 
 def _segments(keys: int, samples: np.ndarray) -> np.ndarray:
@@ -212,12 +201,11 @@ def _rows_by_rank(counts: np.ndarray | None, samples: np.ndarray) -> np.ndarray:
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """First row of each feature and sample."""
     flat = counts.ravel()
     return (np.cumsum(flat) - flat).reshape(counts.shape)
 
 
-def _spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Concatenated ranges start, start + 1, ..., of the given counts."""
     return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 

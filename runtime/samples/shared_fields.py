@@ -1,11 +1,9 @@
 """Decide which fields of a batch are per sample. The first dimension alone is ambiguous: class weights have one too.
 
-- Always split: KeyedJaggedTensors, values with lengths, features that the model looks up, and `per_sample` fields.
-  `shared` fields are excluded before.
-- A field that differs between two ranks is split from then on.
+- Always split: KeyedJaggedTensors, values with lengths, features that the model looks up, `per_sample` fields, and a
+  field that has differed between two ranks.
 - A field that is bit-identical on all ranks may be either. While undecided, no sample moves, which is correct for both.
-  After ENOUGH such batches that differ in other fields, it is shared. If it differs later, that is an error: batches
-  may have been assembled incorrectly.
+  After ENOUGH such batches that differ in other fields, it is shared. If it differs later, that is an error.
 - A field with identical rows may be split: this changes nothing.
 """
 

@@ -1,11 +1,9 @@
 """Split a batch into columns of samples, and build a batch of the same structure from other columns.
 
-Split by sample: KeyedJaggedTensors, tensors and numeric arrays [samples, ...], and lists and tuples of other Python
-objects, one per sample (strings, dicts; these are pickled). A 1-D tensor `x` next to `x_lengths` [samples] or
-`x_offsets` [samples + 1] in a dict, dataclass or named tuple is jagged. Numbers, strings, None, 0-D tensors and fields
-that the user lists belong to the whole batch and stay. Anything else is an error that names it.
-
-Rows stay on their device, lengths are copied to the CPU. The new batch's parts are on the devices of the old ones.
+Split by sample: KeyedJaggedTensors, tensors and numeric arrays [samples, ...], lists and tuples of other Python
+objects, one per sample (pickled), and a 1-D tensor `x` next to `x_lengths` [samples] or `x_offsets` [samples + 1] in a
+dict, dataclass or named tuple. Numbers, strings, None, 0-D tensors and fields that the user lists belong to the whole
+batch and stay. Anything else is an error that names it.
 """
 
 from __future__ import annotations
@@ -23,22 +21,13 @@ import torch.distributed as dist
 from freescale.compat import distributed
 from freescale.runtime import batch_structure
 from freescale.runtime.balance.integer_problem import BalanceError
-from freescale.runtime.samples import sample_columns
-from freescale.runtime.samples.batch_leaves import (
-    ArrayLeaf,
-    JaggedLeaf,
-    KeyedJaggedLeaf,
-    Leaf,
-    ObjectsLeaf,
-    Path,
-    TensorLeaf,
-)
+from freescale.runtime.samples import batch_leaves, sample_columns
+from freescale.runtime.samples.batch_leaves import Leaf, Path
 from freescale.runtime.samples.sample_columns import Column
 
 _OF_THE_WHOLE_BATCH = (
     bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, enum.Enum, type(None),
 )  # fmt: skip
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,6 @@ class SplitBatch:
         return self._replaced((), self.batch, {p: v for leaf, c in pairs for p, v in leaf.values(c).items()})
 
     def _replaced(self, path: Path, x: Any, values: dict[Path, Any]) -> Any:
-        """`x`, which is at `path`, with the new values in it."""
         if path in values:
             return values[path]
         if isinstance(x, _OF_THE_WHOLE_BATCH) or ".".join(path) in self.shared:
@@ -79,7 +67,6 @@ class SplitBatch:
 
 def split(batch: Any, shared: Sequence[str] = ()) -> SplitBatch:
     """Raises if a field cannot be split by sample, or has a different number of samples than the rest of the batch.
-
     `shared`: paths of fields that belong to the whole batch."""
     missing = dict.fromkeys(shared, True)
     leaves = list(_leaves((), batch, missing))
@@ -100,8 +87,7 @@ def split(batch: Any, shared: Sequence[str] = ()) -> SplitBatch:
 
 
 def _leaves(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf]:
-    """The leaves of a batch, or of its part at `path`. `shared`: paths of values that belong to the whole batch, each
-    True until found."""
+    """The leaves of a batch, or of its part at `path`. `shared`: as in `split`, each True until found."""
     name = ".".join(path)
     if name in shared:
         shared[name] = False
@@ -110,19 +96,19 @@ def _leaves(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf]:
     elif batch_structure.is_kjt(x):
         _require_separable(x)
         if x.keys():
-            yield KeyedJaggedLeaf(path, x)
+            yield batch_leaves.KeyedJaggedLeaf(path, x)
     elif isinstance(x, torch.Tensor):
         if x.is_nested or x.layout != torch.strided:
             raise BalanceError(f"freescale: {_described(name)} is a tensor of layout {x.layout}, which cannot be split")
         if x.dim():
-            yield TensorLeaf(path, x)
+            yield batch_leaves.TensorLeaf(path, x)
     elif isinstance(x, np.ndarray):
         if x.dtype.kind not in "biufc":
             raise BalanceError(f"freescale: {_described(name)} is an array of {x.dtype}; expected numbers, or a list")
         if x.ndim:
-            yield ArrayLeaf(path, x)
+            yield batch_leaves.ArrayLeaf(path, x)
     elif type(x) in (list, tuple) and not any(True for _ in batch_structure.leaves(x)):
-        yield ObjectsLeaf(path, x)
+        yield batch_leaves.ObjectsLeaf(path, x)
     else:
         yield from _leaves_inside(path, x, shared)
 
@@ -137,7 +123,6 @@ def _require_separable(kjt: Any) -> None:
 
 
 def _leaves_inside(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf]:
-    """Find the leaves inside a dict, list, tuple or dataclass."""
     children = list(batch_structure.children(x))
     if not children and not isinstance(x, Mapping):
         raise BalanceError(
@@ -150,7 +135,7 @@ def _leaves_inside(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf
     for name, child in split.items():
         beside = {n: split[n] for n in (f"{name}_lengths", f"{name}_offsets") if _may_be_lengths(split.get(n))}
         if beside and isinstance(child, torch.Tensor) and child.dim() == 1:
-            yield JaggedLeaf((*path, name), child, beside)
+            yield batch_leaves.JaggedLeaf((*path, name), child, beside)
             found |= {name, *beside}
     for name, child in children:
         if name not in found:
@@ -158,7 +143,7 @@ def _leaves_inside(path: Path, x: Any, shared: dict[str, bool]) -> Iterator[Leaf
 
 
 def _may_be_lengths(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.dim() == 1 and x.dtype in _INTEGERS
+    return isinstance(x, torch.Tensor) and x.dim() == 1 and x.dtype in batch_structure.INTEGERS
 
 
 def _common_samples(columns: Sequence[Column]) -> int:
@@ -214,7 +199,6 @@ def _try_split(outputs: Any, samples: int) -> tuple[SplitBatch | None, Exception
 def _raise_on_every_rank(
     headers: list[list[int]], text: str, error: Exception | None, group: dist.ProcessGroup
 ) -> None:
-    """Raise this rank's own error, or that of another rank."""
     texts = distributed.gather_objects(text, group)
     if error is not None:
         raise error

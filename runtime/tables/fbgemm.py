@@ -2,9 +2,7 @@
 
 On a GPU our kernel applies the optimizer to FBGEMM's storage, with FBGEMM's formulas. FBGEMM itself handles weight
 decay, max_norm, float16 rows (with its own rounding) and everything on the CPU. Adam is always ours: FBGEMM would count
-a late update as a step, and has no Adam on the CPU.
-
-Tables of a module that pools may differ in width; one exchange handles one width.
+a late update as a step, and has no Adam on the CPU. An exchange handles one width of a module that pools.
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ class FbgemmTable:
     _all_tables = True  # of the module
     row_dtype = torch.float32  # of sent rows and of their gradients; FBGEMM also returns float32 for any storage type
 
-    def __init__(
-        self, emb: Any, descriptions: list[str], dim: int, device: torch.device, world_size: int
-    ) -> None:
+    def __init__(self, emb: Any, descriptions: list[str], dim: int, device: torch.device, world_size: int) -> None:
         # descriptions: table and feature of each entry, for error messages
         self.emb, self.descriptions, self.dim, self.world_size = emb, descriptions, dim, world_size
         self._no_rows = torch.empty(0, dim, dtype=self.row_dtype, device=device)
@@ -43,7 +39,7 @@ class FbgemmTable:
         table_rows = [rows for rows, _ in torchrec.rows_and_dims(emb)]
         self._table_starts = torch.tensor([0, *table_rows]).cumsum(0).to(device)
         # FBGEMM expects indices per feature; rows of a table go in through its first feature.
-        table_of = torchrec.table_of_each_feature(emb)
+        table_of = emb.feature_table_map
         first_features = [table_of.index(t) for t in range(len(table_rows))]
         tables_before = [sum(first < f for first in first_features) for f in range(len(table_of) + 1)]
         self._tables_before = torch.tensor(tables_before, device=device)  # before each feature, and in total
@@ -78,19 +74,14 @@ class FbgemmTable:
             apply(rows, grads)
 
     def _apply_fbgemm(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """Run FBGEMM's fused optimizer through its public lookup: one index and one gradient per row.
-
-        No host sync: rows are ascending, so searchsorted finds where each table starts.
-        """
+        """Run FBGEMM's fused optimizer through its public lookup: one index and one gradient per row. No host sync."""
         with dynamo.autograd_inside_op():
             offsets = torch.searchsorted(rows, self._table_starts)[self._tables_before]
             embeddings = self.emb(self._table_and_row(rows)[1], offsets)
             grads = grads.clone() if grads.is_inference() else grads
             torch.autograd.backward(embeddings, grads.view_as(embeddings))
 
-    def sum_and_update(
-        self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
-    ) -> None:
+    def sum_and_update(self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> None:
         """apply_update with the sums of sum_rows. Each rank sends a row at most once."""
         if self.emb is None:
             return
@@ -98,7 +89,7 @@ class FbgemmTable:
         if not ours or not torchrec.plain_step(self.emb):
             self.apply_update(rows, torch.ops.freescale.sum_rows.default(grad, order, ends))
             return
-        args, lr = torchrec.optimizer_settings(self.emb)
+        args, lr = self.emb.optimizer_args, self.emb.get_learning_rate()
         optimizer = OPTIMIZERS[self.emb.optimizer.value]
         row_kernels.update_rows(
             self.weight, self._momentum(optimizer), grad, rows, order, ends, lr, args.eps, optimizer, self.world_size,
@@ -117,7 +108,7 @@ class FbgemmTable:
     def _adam_step(
         self, weight: torch.Tensor, means: torch.Tensor, squares: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor
     ) -> None:
-        args, lr = torchrec.optimizer_settings(self.emb)
+        args, lr = self.emb.optimizer_args, self.emb.get_learning_rate()
         betas, step = (args.beta1, args.beta2), torchrec.lookup_count(self.emb)
         row_kernels.adam_rows(weight, means, squares, rows, grads, lr, args.eps, betas, args.weight_decay, step)
 
@@ -130,24 +121,24 @@ class FbgemmTable:
     def settings(self) -> tuple[Any, float, int] | None:
         if self.emb is None:
             return None
-        return *torchrec.optimizer_settings(self.emb), torchrec.lookup_count(self.emb) if self._is_adam else 0
+        steps = torchrec.lookup_count(self.emb) if self._is_adam else 0
+        return self.emb.optimizer_args, self.emb.get_learning_rate(), steps
 
     def set_settings(self, settings: tuple[Any, float, int] | None) -> None:
         if settings is not None:
-            args, lr, count = settings
-            torchrec.set_optimizer_settings(self.emb, (args, lr))
+            self.emb.optimizer_args, lr, count = settings
+            self.emb.set_learning_rate(lr)
             if self._is_adam:
-                torchrec.set_lookup_count(self.emb, count)
+                self.emb.iter_cpu.fill_(count)  # the host's count only: a late update belongs to the previous step
 
     def describe(self, feature: int) -> str:
         return self.descriptions[feature]
 
 
 def unsupported_reason(emb: Any) -> str | None:
-    """The first reason why TorchRec must keep a module; None if it is supported."""
-    if torchrec.in_unified_memory(emb):
+    if emb.weights_uvm.numel():
         return "their rows are in unified memory"
-    if torchrec.on_host_and_device(emb):
+    if emb.weights_dev.numel() and emb.weights_host.numel():
         return "their rows are spread over host and device"
     if emb.optimizer.value not in (*OPTIMIZERS, *ADAM):
         return f"their optimizer is {emb.optimizer.value}; freescale supports {', '.join((*OPTIMIZERS, *ADAM))}"
@@ -158,21 +149,21 @@ def unsupported_reason(emb: Any) -> str | None:
     if emb.optimizer_args.gradient_clipping:
         return "FBGEMM clips the gradients of single values (gradient_clipping)"
     weight = torchrec.flat_weight(emb)
-    if weight.dtype != torchrec.row_type(emb):  # FBGEMM was configured with another type
+    if weight.dtype != emb.weights_precision.as_dtype():  # FBGEMM was configured with another type
         return f"their rows were converted to {weight.dtype}"
     if weight.dtype != torch.float32 and emb.optimizer.value in ADAM:
         return f"their rows are {weight.dtype}, and freescale's Adam supports only float32"
-    if emb.output_dtype != torchrec.FLOAT32:
+    if emb.output_dtype != 0:  # FBGEMM's number of float32
         return "their output is not float32 (output_dtype)"
     specs = torchrec.rows_and_dims(emb)
-    one_width = len({dim for _, dim in specs}) == 1 or torchrec.pools(emb)
+    one_width = len({dim for _, dim in specs}) == 1 or not emb.is_nobag
     if not one_width or weight.numel() != sum(rows * dim for rows, dim in specs):
         return "FBGEMM does not store their rows contiguously"
     return None
 
 
 def _unsupported_adam(emb: Any) -> str | None:
-    if torchrec.corrects_bias_of_each_row(emb):
+    if getattr(emb, "use_rowwise_bias_correction", False):
         return "their Adam counts the steps of each row (use_rowwise_bias_correction)"
     if emb.optimizer_args.max_norm:
         return "their Adam limits the norm of rows (max_norm)"
@@ -198,7 +189,7 @@ class FbgemmBags(FbgemmTable):
         super().__init__(emb, descriptions, dim, device, world_size)
         if emb is None:
             return
-        specs, table_of = torchrec.rows_and_dims(emb), torchrec.table_of_each_feature(emb)
+        specs, table_of = torchrec.rows_and_dims(emb), emb.feature_table_map
         self._all_tables = len(tables) == len(specs)
         self._counts_lookups = self._is_adam and 0 in tables  # one of the exchanges that share the module
         elements = torch.tensor([0, *(rows * width for rows, width in specs)]).cumsum(0)
@@ -225,8 +216,7 @@ class FbgemmBags(FbgemmTable):
         return self.weight.index_select(0, self._first_elements[table] + row * self.dim).to(self.row_dtype)
 
     def _apply_fbgemm(self, rows: torch.Tensor, grads: torch.Tensor) -> None:
-        """The same with one bag and one gradient per row. A batch has a bag for every feature, so the bag count is the
-        largest row count of any table."""
+        """The same with one bag and one gradient per row. Every feature has as many bags as the largest row count."""
         ends = torch.searchsorted(rows, self._table_starts).tolist()  # host sync
         counts = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
         if max(counts) == 0:
@@ -261,8 +251,7 @@ class FbgemmBags(FbgemmTable):
 
 
 class PooledBytes:
-    """What one loader's exchanges of pooled features receive, compared with what they would if the owners pooled.
-    Warns when that would be less."""
+    """What one loader's exchanges of pooled features receive, and would receive if owners pooled. Warns of more."""
 
     def __init__(self) -> None:
         self._batches: Counter[str] = Counter()

@@ -1,9 +1,6 @@
-"""The plans of a batch and the batch's tensors in one block of memory: two copies upload them to the device.
-
-The planning thread fills a block without the GIL. The training thread uploads it on its own stream, which is faster
-than waiting for the GIL while another thread does it. For the same reason the training thread checks which pinned
-memory is free again.
-"""
+"""The plans of a batch and the batch's tensors in one block of memory: two copies upload them to the device. The
+planning thread fills a block without the GIL. The training thread uploads it on its own stream and checks which pinned
+memory is free again, which is faster than waiting for the GIL while another thread does it."""
 
 from __future__ import annotations
 
@@ -27,10 +24,8 @@ SMALL_BYTES = 16384  # a loop may keep batch tensors up to this size: see PlanBl
 
 
 class PinnedMemory:
-    """Pinned host memory, reused once the device has read it.
-
-    torch's own pinned-memory cache checks for reusable blocks on allocation, which would be in the planning thread.
-    """
+    """Pinned host memory, reused once the device has read it. (torch's own cache checks for reusable blocks on
+    allocation, which would be in the planning thread.)"""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,7 +33,6 @@ class PinnedMemory:
         self._being_read: deque[tuple[torch.Tensor, Any]] = deque()
 
     def take(self, elements: int) -> torch.Tensor:
-        """Called by the planning thread."""
         while self._idle:
             memory = self._idle.popleft()
             if memory.shape[0] >= elements:
@@ -46,10 +40,8 @@ class PinnedMemory:
         return torch.empty(1 << (elements - 1).bit_length(), dtype=torch.int64, pin_memory=True)
 
     def upload(self, memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Upload the first sum(sizes) elements as device tensors of these sizes, on the current stream.
-
-        Called by the training thread. The memory is reused after the copy.
-        """
+        """Upload the first sum(sizes) elements as device tensors of these sizes, on the current stream. The memory is
+        reused after the copy. Called by the training thread."""
         driver = cuda_driver.driver_of(self._device)
         stream, address = driver.current_stream(), memory.data_ptr()
         if self._being_read and driver.is_done(self._being_read[0][1]):
@@ -64,11 +56,7 @@ class PinnedMemory:
 
 
 class PlanBlock:
-    """Memory for the plans of one batch, and on a GPU for the batch's tensors.
-
-    elements: room for plans.
-    pinned: allocator of the host memory, with a GPU.
-    tensors: contiguous CPU tensors of the batch; empty without a GPU, where they stay in place.
+    """Memory for the plans of one batch, and on a GPU for its `tensors`, contiguous on the CPU. `elements`: plans.
 
     Small tensors of the batch get their own device memory. A loop may keep labels for a whole epoch, and a tensor keeps
     alive all memory that it shares.
@@ -109,7 +97,6 @@ class PlanBlock:
         self.room = Room(address + _ELEMENT * self._first, elements, copies)
 
     def fill(self, plan: Callable[[Room], Planned]) -> None:
-        """Call `plan` to write into the block's room."""
         self._used, self.exchanges = plan(self.room)
 
     # -- the training thread -------------------------------------------------------------------------------------
@@ -123,14 +110,12 @@ class PlanBlock:
             self._host = None
 
     def arrays(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
-        """Arrays of the plans as device tensors."""
         if self._memory is None:  # on the CPU there are no tensors of the batch
             self._memory = torch.from_numpy(self._array)
         first = self._first - self._small_end
         return [detached(self._memory, first + extent.offset, extent.size) for extent in extents]
 
     def unpack(self, batch: Any) -> Any:
-        """Return the batch with its tensors on the device."""
         if not self._tensors:
             return batch
         assert self._small is not None and self._memory is not None
@@ -144,8 +129,7 @@ class PlanBlock:
 
 
 def detached(memory: torch.Tensor, first: int, size: int) -> torch.Tensor:
-    """A slice of the memory that autograd does not track as a view, so a write elsewhere does not bump its version.
-    It keeps the memory alive."""
+    """A slice that keeps the memory alive but is no view for autograd: a write elsewhere does not bump its version."""
     return from_dlpack(to_dlpack(memory[first : first + size]))
 
 

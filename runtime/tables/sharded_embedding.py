@@ -1,9 +1,7 @@
 """Sharded tables in plain torch, for platforms without FBGEMM. Optimizer formulas match FBGEMM's exact optimizers.
 
-Each rank draws only its own initial rows. A table is cut into blocks of rows, independent of its sharding. Each block
-has its own random stream: NumPy's Philox, keyed by the table's seed and the block number. A rank draws the blocks that
-contain its rows and gets the same values as any other rank would. Drawing is on the CPU, so values do not depend on the
-device.
+Each rank draws only its own initial rows. A table is cut into blocks of rows, independent of its sharding and device,
+each with a random stream of its own: NumPy's Philox on the CPU, keyed by the table's seed and the block number.
 """
 
 from __future__ import annotations
@@ -33,11 +31,8 @@ def draw_seed() -> int:
 
 
 def fill_uniform(rows: torch.Tensor, first: int, bound: float, seed: int) -> None:
-    """Fill `rows`, [n, dim] starting at row `first` of a table, with uniform values between -bound and bound.
-
-    Values are drawn as float64 or float32 and cast to the dtype of `rows`. Temporary memory: a few megabytes per
-    torch thread.
-    """
+    """Fill `rows`, [n, dim] starting at row `first` of a table, with uniform values between -bound and bound. They are
+    drawn as float64 or float32, with a few megabytes of temporary memory per torch thread."""
     n, dim = rows.shape
     size = max(1, BLOCK_VALUES // dim)  # rows per block
     drawn = np.float64 if rows.dtype == torch.float64 else np.float32
@@ -72,11 +67,8 @@ class _Table(NamedTuple):
 
 
 class NativeTables(nn.Module):
-    """Tables of one width and one optimizer, sharded over the ranks of a process group, that share one exchange.
-
-    The weight has no `.grad` and is not a parameter: the backward pass updates it. A rank's rows of all tables are one
-    tensor, concatenated by table.
-    """
+    """Tables of one width and one optimizer, sharded over the ranks of a process group, that share one exchange. The
+    weight, this rank's rows of all tables, has no `.grad` and is not a parameter: the backward pass updates it."""
 
     weight: torch.Tensor
     momentum: torch.Tensor
@@ -145,7 +137,6 @@ class NativeTables(nn.Module):
             self.register_buffer("momentum", local.new_zeros(shape))
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for a copy."""
         self._exchange.before_read()
         return super().__getstate__()
 
@@ -155,7 +146,6 @@ class NativeTables(nn.Module):
             self.steps += 1
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> NativeTables:
-        """Called by `double()`, `to(device)` etc."""
         super()._apply(fn, recurse)
         if self.optimizer in ADAM:
             self.steps = self.steps.cpu()
@@ -186,9 +176,7 @@ class NativeTables(nn.Module):
         momentum = None if self.optimizer == "sgd" else self.momentum
         row_kernels.step_rows(self.weight, momentum, rows, grads, self.lr, self.eps)
 
-    def sum_and_update(
-        self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
-    ) -> None:
+    def sum_and_update(self, grad: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> None:
         """apply_update with the sums of sum_rows. Each rank sends a row at most once."""
         if self.optimizer in ADAM:
             self.apply_update(rows, torch.ops.freescale.sum_rows.default(grad, order, ends))
@@ -323,7 +311,6 @@ class ShardedEmbeddingCollection(NativeTables):
         return dict(zip(names, rows, strict=True))
 
     def local_rows(self, table: str) -> torch.Tensor:
-        """A view of this rank's rows of a table."""
         number = [t.name for t in self._tables].index(table)
         shard = next(s for s in self.shards if s.table == number and s.owner == self._rank)
         return self.weight[shard.base : shard.base + shard.rows]
@@ -349,7 +336,6 @@ def _shards_of_all(tables: Sequence[_Table], world: int) -> list[Shard]:
 
 
 def _blocks(table: _Table, world: int) -> list[tuple[int, int]]:
-    """First row and end row of each rank."""
     rows, owner = table.rows, table.owner
     if table.sharding == "row_wise":
         block = -(-rows // world)

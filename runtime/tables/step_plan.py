@@ -1,9 +1,5 @@
-"""The plan of one step of one exchange as tensors on the model's device, and the state passed between steps.
-
-Plans are made by the LookaheadLoader and read inside the graph by Exchange.lookup. All state that lives between two
-steps is here: `arrived` (rows in flight for the step) and `before.grad` (gradients of the previous step that are not
-sent yet).
-"""
+"""The plan of one step of one exchange as tensors on the model's device, read inside the graph by Exchange.lookup, and
+the only state between two steps: `arrived` (rows in flight) and `before.grad` (unsent gradients of the step before)."""
 
 from __future__ import annotations
 
@@ -19,8 +15,6 @@ from freescale.kernels.planning.native_plan import ExchangeCounts
 
 
 class Counts(NamedTuple):
-    """Rows to and from each rank, each [world]."""
-
     send: torch.Tensor
     recv: torch.Tensor
 
@@ -43,7 +37,6 @@ class ValueCounts:
     few: bool
 
     def of_keys(self, keys: Sequence[str]) -> torch.Tensor:
-        """Counts of these keys on the device."""
         assert self.on_device is not None
         places = [self.keys.index(key) for key in keys]
         if places == list(range(places[0], places[0] + len(places))):
@@ -85,8 +78,6 @@ class UrgentGradients(NamedTuple):
 
 @dataclass
 class LateGradients:
-    """Gradients deferred to the next step: `grad` on the requester, the rest to apply them on the owner."""
-
     grad: torch.Tensor  # [n, dim]
     update: OwnerUpdate
     counts: Counts  # to owners, from requesters
@@ -158,8 +149,7 @@ def plan_rows(
     number: int, arrays: Sequence[torch.Tensor], value_counts: ValueCounts, counts: ExchangeCounts, urgent_entries: int,
     anchor: torch.Tensor, whole: bool = False,
 ) -> StepPlan:  # fmt: skip
-    """The forward half. `arrays`: as native_plan.ROWS_ARRAYS. `anchor`: of the table's dtype and device. `whole`: no
-    row is early, and the graph does not use the tensors of early rows."""
+    """The forward half. `arrays`: as native_plan.ROWS_ARRAYS. `anchor`: of the table's dtype and device."""
     ids, inverse, order, ends, early_rows, urgent_rows = arrays
     n_urgent = sum(counts.urgent_recv.tolist())
     n_early = ends.shape[0] - n_urgent  # not from other_recv, which is zero if no rank sends early rows
@@ -191,8 +181,7 @@ def plan_rows(
 
 
 def plan_gradients(p: StepPlan, arrays: Sequence[torch.Tensor], counts: ExchangeCounts) -> None:
-    """The backward half. `arrays`: as native_plan.GRADIENT_ARRAYS; for a self-contained plan, the first of them, since
-    no gradients are late."""
+    """The backward half. `arrays`: as native_plan.GRADIENT_ARRAYS; for a self-contained plan, the first of them."""
     keys, rows, order, ends, *late = arrays
     for c in counts:
         dynamo.mark_static(c)
@@ -220,18 +209,5 @@ ARRAYS_OF_ALL_GRADIENTS = 4  # the first of native_plan.GRADIENT_ARRAYS
 def plan_without_rows(p: StepPlan) -> StepPlan:
     """The empty plan that the last step uses as its next one."""
     index = p.ids.new_empty(0)
-    zero = torch.zeros_like(p.urgent.send_counts)
-    return StepPlan(
-        number=p.number + 1,
-        step=p.step + 1,
-        ids=index,
-        value_counts=p.value_counts,
-        inverse=index,
-        order=index,
-        ends=index,
-        urgent=UrgentRows(index, zero, zero.clone()),
-        early_rows=index.clone(),
-        early_counts=Counts(zero.clone(), zero.clone()),
-        early_slots=torch.empty(0, dtype=torch.uint8),
-        arrived=p.arrived.new_empty(0, p.arrived.shape[1]),
-    )
+    counts = ExchangeCounts(*(torch.zeros_like(p.urgent.send_counts) for _ in ExchangeCounts._fields))
+    return plan_rows(p.number + 1, [index] * 4 + [index.clone(), index], p.value_counts, counts, 0, p.arrived)

@@ -1,7 +1,5 @@
-"""An exchange as seen by the model's forward: ids in, embeddings out; backward applies gradients to the table.
-
-Dynamo traces all of `lookup`: tensors and ops only, no data-dependent Python.
-"""
+"""An exchange as seen by the model's forward: ids in, embeddings out; backward applies gradients to the table. Dynamo
+traces all of `lookup`: tensors and ops only, no data-dependent Python."""
 
 from __future__ import annotations
 
@@ -60,10 +58,8 @@ NO_LENGTHS, NO_BAGS = KeyedLengths(), Bags()
 
 
 class Exchange:
-    """The rows of one group of tables on one process group.
-
-    `entries`: the (feature, table) pairs to look up. `table`: storage and optimizer of the rows that this rank owns.
-    """
+    """The rows of one group of tables on one process group. `entries`: the (feature, table) pairs to look up. `table`:
+    storage and optimizer of the rows that this rank owns."""
 
     def __init__(
         self,
@@ -213,8 +209,6 @@ class Positions(NamedTuple):
 
 
 class Names(NamedTuple):
-    """The string arguments of an exchange's ops."""
-
     table: str
     group_name: str
     row_packing: str
@@ -264,7 +258,6 @@ def _positions_or_bags(unique: torch.Tensor, p: Positions) -> torch.Tensor:
 
 
 def _unique_gradients(grad: torch.Tensor, p: Positions, divide_by: int) -> torch.Tensor:
-    """Backward of _positions_or_bags."""
     grad, order = grad.contiguous(), p.order
     if p.bag_ends is not None and p.weights is None:
         order = torch.searchsorted(p.bag_ends, order, right=True)  # positions to bags

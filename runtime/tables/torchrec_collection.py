@@ -1,9 +1,6 @@
-"""TorchRec's `ShardedEmbeddingCollection` on our exchange: our forward, FBGEMM's storage and optimizer.
-
-The sharded tables of a collection become one Exchange per FBGEMM module (torchrec_layout.py); data-parallel tables
-become a plain lookup. TorchRec keeps storage, optimizer state, learning rate and checkpoints. See torchrec_support.py
-for which collections are supported, torchrec_patch.py for the patched forward, torchrec_pooling.py for pooling.
-"""
+"""TorchRec's `ShardedEmbeddingCollection` on our exchange: our forward, FBGEMM's storage and optimizer. Its sharded
+tables become one Exchange per FBGEMM module (torchrec_layout.py), data-parallel ones a plain lookup.
+torchrec_support.py says what is supported, torchrec_patch.py patches the forward, torchrec_pooling.py pools."""
 
 from __future__ import annotations
 
@@ -78,8 +75,7 @@ class CollectionTables:
         self.output_names.append([e.output for e in layout.entries])
 
     def look_up(self, features: Any, divide: bool) -> Any:
-        """The return value of the collection's forward, traced by Dynamo. `divide`: divide gradients by the number of
-        ranks."""
+        """The return value of the collection's forward. `divide`: divide gradients by the number of ranks."""
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
         keys, values, lengths = parts_of(features)
@@ -166,7 +162,6 @@ class CountedValues:
         self.keys, self.counts = keys, counts
 
     def of_run(self, first: int, last: int) -> int:
-        """Total of consecutive keys."""
         return sum(self.counts[first:last])
 
 
@@ -191,8 +186,7 @@ class PlannedValues:
 def value_counts(
     tables: CollectionTables, features: Any, keys: list[str], values: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[CountedValues | PlannedValues, KeyedLengths]:
-    """Number of values per key: from the step's plan, which is on the host, or else from the lengths. Also returns what
-    a lookup has to check."""
+    """Number of values per key: from the step's plan, on the host, or else from the lengths; and what to check."""
     pooled = tables.pooled  # the model does not see these sizes
     plan = tables.exchanges[0].freescale_plan if tables.exchanges else None
     # A second lookup in a step has its own error, regardless of its values.
@@ -247,8 +241,8 @@ def trace_begins() -> None:
 
 @contextlib.contextmanager
 def tracing_with_sizes(changed: list[tuple[CollectionTables, bool]]) -> Iterator[None]:
-    """Inside, planned sizes are used as they are; ids without a plan are counted outside the graph, with a graph
-    break. If that works, it stays so."""
+    """Inside, planned sizes are used as they are; ids without a plan are counted outside the graph, with a graph break.
+    If that works, it stays so."""
     for tables, planned in changed:
         _set_sizes(tables, planned, True)
     try:

@@ -1,9 +1,5 @@
-"""Which rows of a TorchRec collection share an exchange.
-
-TorchRec cuts tables into shards by rows and columns, and groups a rank's shards into FBGEMM modules. Here, column-wise
-shards of a table are tables of their own, each with its owners, and are joined after the exchange. An exchange handles
-all tables of one width in one module of each rank.
-"""
+"""Which rows of a TorchRec collection share an exchange: all tables of one width in one FBGEMM module of each rank.
+Column-wise shards of a table are tables of their own here, each with its owners, and are joined after the exchange."""
 
 from __future__ import annotations
 
@@ -50,8 +46,6 @@ class _Part(NamedTuple):
 
 @dataclass
 class ExchangeLayout:
-    """The tables of one exchange on all ranks."""
-
     dim: int
     columns: list[Columns]  # its tables, in the collection's order
     table_rows: list[int]
@@ -114,7 +108,6 @@ def _shards(part: _Part, rank: int, columns: list[Columns]) -> list[Shard]:
 
 
 def _shard_offsets(table: Any) -> tuple[int, int]:
-    """The first row and the first column of a table's shard on this rank."""
     if table.local_metadata is None:
         return 0, 0
     row, column = table.local_metadata.shard_offsets

@@ -1,9 +1,6 @@
-"""Patches of TorchRec's classes, applied once per process when the backend's name is first used.
-
-ShardedEmbeddingCollection and ShardedEmbeddingBagCollection get a forward that Dynamo can trace. While tracing, each
-collection is checked once; an unsupported one keeps TorchRec's own forward, outside the graph. Outside torch.compile
-nothing changes. Watchers of TorchRec's optimizers are called before optimizer state is read or loaded.
-"""
+"""Patches of TorchRec's classes, applied once per process when the backend's name is first used. Sharded collections
+get a forward that Dynamo can trace; an unsupported one keeps TorchRec's own, outside the graph. Outside torch.compile
+nothing changes. Watchers of TorchRec's optimizers are called before optimizer state is read or loaded."""
 
 from __future__ import annotations
 
@@ -54,7 +51,6 @@ def _is_traced_for_freescale() -> bool:
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward of all sharded modules."""
     if not torch.compiler.is_compiling():
         warn_of_uncompiled_call()
         _must_not_be_planned(self)
@@ -109,7 +105,6 @@ def _unsupported_reason(
 
 @torch._dynamo.disable
 def _torchrec_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run TorchRec's own forward, outside the graph."""
     _must_not_be_planned(self)
     result = _original_forward(self, *args, **kwargs)
     return result.wait() if hasattr(result, "wait") else result
@@ -176,8 +171,8 @@ def _call_watchers_first(method: Any, callback: str) -> Any:
 
 
 def _updates_any(optimizer: Any, modules: list[Any]) -> bool:
-    """Whether the optimizer updates rows of these modules. The result is the same on every rank: a collection's own
-    optimizer exists even on a rank that holds none of its rows."""
+    """Whether the optimizer updates rows of these modules; the same on every rank, since a collection's own optimizer
+    exists even on a rank that holds none of its rows."""
     parts = list(torchrec.optimizers_within(optimizer))
     for module in modules:
         tables = torchrec_collection.existing_tables_of(module)

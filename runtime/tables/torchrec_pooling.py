@@ -1,10 +1,6 @@
-"""The traced forward of TorchRec's `ShardedEmbeddingBagCollection`: rows are pooled by the requester.
-
-As for an EmbeddingCollection, the unique rows of a batch are exchanged, and each requester sums its bags. So a row
-shared by many bags is sent once, and can be early or late. The result is TorchRec's KeyedTensor, including its two
-variants of mean pooling: FBGEMM divides by a bag's length; for tables with rows on several ranks, TorchRec divides the
-sums by the length or by the sum of weights, plus a small epsilon.
-"""
+"""The traced forward of TorchRec's `ShardedEmbeddingBagCollection`: each requester sums its bags, so a row shared by
+many bags is sent once, and can be early or late. Mean pooling has two variants: FBGEMM divides by a bag's length; for
+tables with rows on several ranks, TorchRec divides by the length or the sum of weights, plus an epsilon."""
 
 from __future__ import annotations
 
@@ -33,8 +29,7 @@ class PooledTables(CollectionTables):
         self.pooling: list[list[int]] = []  # per exchange, per entry
         self._means_of_sums = torchrec.divides_sums(collection)
         super().__init__(collection)
-        self.keys = torchrec.pooled_output_names(collection)
-        self.key_widths = torchrec.pooled_output_widths(collection)
+        self.keys, self.key_widths = torchrec.pooled_outputs(collection)
         self.in_order = [part for key in self.keys for part in self.joined.get(key, [key])]
 
     def _add_exchange(self, collection: Any, kind: str, layout: ExchangeLayout, lookup: Any) -> None:

@@ -1,7 +1,5 @@
-"""Which of TorchRec's sharded modules are supported. Each unsupported one gets one warning with the reason.
-
-An unsupported module keeps TorchRec's own forward, outside the graph. With `strict` it is an error.
-"""
+"""Which of TorchRec's sharded modules are supported. Each unsupported one gets one warning with the reason, or with
+`strict` an error, and keeps TorchRec's own forward, outside the graph."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def report_unsupported(module: Any, reason: str) -> None:
 
 def forget_callers() -> None:
     """Discard code that Dynamo compiled up to the call of an unsupported module. It has no guard on which module it
-    calls, so another model of the same class would reuse it and make the call outside its graph."""
+    calls, so another model of the same class would reuse it."""
     dynamo.forget_compiled(_left_in)
     _left_in.clear()
 
