@@ -105,6 +105,7 @@ some="Autocast or BERT4Rec or DLRM or GRU4Rec or HSTU"
 start zoo_some 2 250 "${gpu[@]}" "$zoo" -k "not inductor and ($some)"
 start zoo_others 2 250 "${gpu[@]}" "$zoo" -k "not inductor and not ($some)"
 start zoo_inductor 2 250 "${gpu[@]}" "$zoo" -k inductor
+start streaming 2 250 "${gpu[@]}" tests/models/test_streaming_program.py
 start nixl 1 200 "${gpu[@]}" tests/kernels/test_nixl.py
 start transports 1 300 "${gpu[@]}" tests/kernels/test_transports.py
 start kernels 1 300 "${gpu[@]}" tests/kernels/test_row_kernels.py tests/kernels/test_compression_kernels.py tests/kernels/test_compression.py tests/kernels/test_rounding.py tests/kernels/test_large_tables.py tests/kernels/test_sample_packing.py tests/benchmarks/test_hstu_benchmark.py

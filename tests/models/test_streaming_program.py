@@ -3,11 +3,13 @@ freescale compiles the whole model or the collection alone."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+import on_gpu
 import streaming
 from ranks import HAS_TORCHREC, run_ranks
 
@@ -32,21 +34,22 @@ def _same(a: Any, b: Any) -> bool:
     return a[0] == b[0] and all(torch.equal(a[1][n], t) for n, t in b[1].items())
 
 
-def _compare(how: str, options: dict[str, Any]) -> dict[str, Any]:
+def _compare(how: str, options: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
     """Without a LookaheadLoader the whole model has a graph break: the size of the labels is that of an unknown number of
     candidates. So its graphs differ, and with them its bits."""
     import freescale
 
-    expected = _run("eager")
-    ahead = _run(how, {}, options)
+    run = partial(_run, device=device)
+    expected = run("eager")
+    ahead = run(how, {}, options)
     breaks = freescale.report()["graph_breaks"]
-    plain = _run(how, None, options) if how == "collection" else _run(how, {"overlap": False}, options)
+    plain = run(how, None, options) if how == "collection" else run(how, {"overlap": False}, options)
     return {
         "ahead": _difference(ahead, expected),
-        "plain": _difference(_run(how, None, options), expected),
+        "plain": _difference(run(how, None, options), expected),
         "trained": expected[0][0] != expected[0][2],
         "same bits": _same(ahead, plain),
-        "resumed": _difference(_run(how, {}, options, stop=(1, 1)), _run("eager", stop=(1, 1))),
+        "resumed": _difference(run(how, {}, options, stop=(1, 1)), run("eager", stop=(1, 1))),
         "graph_breaks": breaks,
     }
 
@@ -60,6 +63,12 @@ def check(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("how", ("whole", "collection"))
 def test_equals_eager_torchrec(how):
     for found in run_ranks(_compare, 2, how, EAGER):
+        check(found)
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=on_gpu.MARKS) for how in ("whole", "collection")])
+def test_equals_eager_torchrec_on_a_gpu(how):
+    for found in run_ranks(_compare, 2, how, EAGER, on_gpu.DEVICE, timeout=240, group_timeout=60, **on_gpu.RANKS):
         check(found)
 
 
