@@ -26,7 +26,8 @@ Variants, in turns in the same processes, on the same batches:
     plain        freescale without a LookaheadLoader
     default      with a LookaheadLoader; no-overlap: with overlap=False; -c10d: over the group's own all-to-all instead
                  of what FREESCALE_TRANSPORT=auto selects
-    collection   the default with the embedding collection compiled alone, and the dense part by Inductor
+    collection   the default with the embedding collection compiled alone, and the dense part by Inductor; -inline:
+                 without the pass move_background
     allreduce    the default with FREESCALE_DENSE=allreduce instead of DDP
     balance      the default with balance=True (lognormal only)
 

@@ -27,6 +27,7 @@ class Variant:
     balance: bool = False
     dense: str = "off"  # allreduce: in the graph, without DDP
     alone: bool = False  # freescale compiles the embedding collection, Inductor the dense part
+    passes: str = "all"
 
     @property
     def is_freescale(self) -> bool:
@@ -36,8 +37,8 @@ class Variant:
     def kind(self) -> tuple[Any, ...]:
         """Of the model; variants of one kind share it."""
         if not self.is_freescale:
-            return self.loop, "", "off", False
-        return "freescale", self.transport, self.dense, self.alone
+            return self.loop, "", "off", False, ""
+        return "freescale", self.transport, self.dense, self.alone, self.passes
 
 
 VARIANTS = {
@@ -54,6 +55,7 @@ VARIANTS = {
         Variant("no-overlap-c10d", "ahead", "c10d", overlap=False),
         Variant("collection", "ahead", alone=True),
         Variant("collection-c10d", "ahead", "c10d", alone=True),
+        Variant("collection-inline", "ahead", alone=True, passes="-move_background"),
         Variant("allreduce", "ahead", dense="allreduce"),
         Variant("balance", "ahead", balance=True),
         Variant("balance-c10d", "ahead", "c10d", balance=True),
@@ -78,13 +80,14 @@ class Trained:
     """A DistributedModelParallel of one of the kinds, and its optimizer. Variants of one kind share it."""
 
     def __init__(self, kind: tuple[Any, ...], size: Size, rank: Rank) -> None:
-        loop, transport, dense, alone = kind
+        loop, transport, dense, alone, passes = kind
         ours, backend = loop == "freescale", "inductor" if rank.task.codegen == "inductor" else "eager"
         compiled_dense = "" if ours and not alone or loop == "uncompiled" else backend
         self.model = sharded(size, rank.device, compiled_dense, ddp=dense == "off", pec=loop == "pec")
         self.optimizer = sgd(dense_parameters(self.model), rank.device)
         if ours:
-            options = {"transport": transport, "dense": dense, "codegen": rank.task.codegen, "strict": True}
+            options = {"transport": transport, "dense": dense, "codegen": rank.task.codegen, "passes": passes}
+            options["strict"] = True
             (embedding_collection(self.model) if alone else self.model).compile(backend="freescale", options=options)
         self.pipeline: Any = None
         self.own_bytes = 0

@@ -144,7 +144,7 @@ def check_size(size: Size, rank: Rank, say: Callable[..., None]) -> dict[str, fl
         return [losses / dist.get_world_size(), *local_shards(trained.model), *dense_parameters(trained.model)]
 
     say("at", "eager", "check")
-    expected = [t.detach().clone() for t in train(VARIANTS["eager"], ("uncompiled", "", "off", False))]
+    expected = [t.detach().clone() for t in train(VARIANTS["eager"], ("uncompiled", "", "off", False, ""))]
     found = {}
     for name in rank.task.variants:
         v = VARIANTS[name]
