@@ -123,6 +123,8 @@ class NativeTables(nn.Module):
         self._register_optimizer_state(local)
         self._exchange = Exchange(name, self, self.shards, [t.rows for t in tables], list(features), group)
         self.register_state_dict_pre_hook(open_transports.drain)
+        self.register_state_dict_post_hook(_note_held_rows)
+        self.register_load_state_dict_pre_hook(_require_held_rows)
         self.register_load_state_dict_post_hook(_update_anchor)
 
     def _register_optimizer_state(self, local: torch.Tensor) -> None:
@@ -186,6 +188,11 @@ class NativeTables(nn.Module):
         row_kernels.update_rows(
             self.weight, momentum, grad, rows, order, ends, self.lr, self.eps, self.optimizer, ranks
         )
+
+    def held_rows(self) -> dict[str, list[int]]:
+        """First row and end row that this rank holds of each table."""
+        mine = [s for s in self.shards if s.owner == self._rank and s.rows]
+        return {self._tables[s.table].name: [s.first, s.first + s.rows] for s in mine}
 
     def describe(self, feature: int) -> str:
         table = self._tables[self._features[feature][1]]
@@ -318,6 +325,33 @@ class ShardedEmbeddingCollection(NativeTables):
     def extra_repr(self) -> str:
         tables = ", ".join(f"{t.name}: {t.rows}" for t in self._tables)
         return f"{tables}; {self.embedding_dim}, optimizer={self.optimizer!r}, lr={self.lr}"
+
+
+_HELD_ROWS = "freescale_rows"  # in the metadata of a state_dict, which torch.save keeps; it has no key of its own
+
+
+def _note_held_rows(table: NativeTables, state: object, prefix: str, metadata: dict[str, Any]) -> None:
+    metadata[_HELD_ROWS] = table.held_rows()
+
+
+def _require_held_rows(
+    table: NativeTables, state: object, prefix: str, metadata: dict[str, Any], strict: bool, missing: object,
+    unexpected: object, errors: list[str],
+) -> None:  # fmt: skip
+    """Rows of another rank often have the same shape, as when one rank saves for all."""
+    saved, held = metadata.get(_HELD_ROWS), table.held_rows()
+    if saved is None or saved == held:
+        return
+    name = next(n for n in [*held, *saved] if saved.get(n) != held.get(n))
+    errors.append(
+        f"freescale: this rank {_describe_rows(held.get(name))} of table {name!r}, the checkpoint "
+        f"{_describe_rows(saved.get(name))}: it was saved by another rank or with another sharding. Save and load a "
+        "state_dict on every rank. (A plain dict of tensors is loaded without this check)"
+    )
+
+
+def _describe_rows(bounds: list[int] | None) -> str:
+    return "holds no rows" if bounds is None else f"holds rows {bounds[0]} to {bounds[1] - 1}"
 
 
 def _update_anchor(table: NativeTables, _: object) -> None:

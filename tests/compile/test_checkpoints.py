@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -137,3 +138,36 @@ def _native() -> bool:
 
 def test_native_tables():
     assert run_ranks(_native, 2) == [True, True]
+
+
+def _of_rank_0(sharding: str) -> str:
+    """Every rank loads what rank 0 saved, as from a trainer that saves on one rank. What it says, if anything."""
+    import freescale
+
+    model = nn.Sequential(freescale.ShardedEmbeddingCollection({"item": 32, "user": 32}, 4, sharding=sharding))
+    own, file = model.state_dict(), io.BytesIO()
+    torch.save(own, file)
+    files = [file.getvalue()]
+    dist.broadcast_object_list(files)
+    of_rank_0 = torch.load(io.BytesIO(files[0]), weights_only=True)
+    assert all(v.shape == own[k].shape for k, v in of_rank_0.items())  # torch has nothing to say
+    model.load_state_dict(own)
+    copy.deepcopy(model).load_state_dict(own)
+    model.load_state_dict(dict(of_rank_0))
+    try:
+        model.load_state_dict(of_rank_0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "sharding, words",
+    (
+        ("row_wise", "rank holds rows 16 to 31 of table 'item', the checkpoint holds rows 0 to 15"),
+        ("table_wise", "rank holds rows 0 to 31 of table 'user', the checkpoint holds no rows"),
+    ),
+)
+def test_rows_of_another_rank_are_refused(sharding, words):
+    first, second = run_ranks(_of_rank_0, 2, sharding)
+    assert first == "" and words in second

@@ -13,6 +13,8 @@ from freescale.kernels.planning import rank_mesh
 from freescale.runtime.lookahead import rendezvous as rank_status
 from ranks import run_ranks
 
+FINE = rank_status.RankStatus(rank_status.Action.TRAIN, 1, 3, 0, 2, -1, 3, 0, 5, 0)
+
 
 @pytest.mark.parametrize("world", (2, 3, 7, 8, 1000, 4096))
 def test_few_peers_who_know_each_other(world):
@@ -25,12 +27,26 @@ def test_few_peers_who_know_each_other(world):
 
 @pytest.mark.parametrize("field", rank_status.RankStatus._fields)
 def test_a_step_begins_without_another_look_only_if_all_ranks_say_the_same(field):
-    fine = rank_status.RankStatus(rank_status.Action.TRAIN, 1, 3, 0, 2, -1, 3, 0, 5, 0)
-    other = fine._replace(**{field: getattr(fine, field) + 1})
-    assert rank_status.all_fine([fine] * 3)
+    other = FINE._replace(**{field: getattr(FINE, field) + 1})
+    assert rank_status.all_fine([FINE] * 3)
     for odd_one in range(3):
-        assert not rank_status.all_fine([other if rank == odd_one else fine for rank in range(3)])
+        assert not rank_status.all_fine([other if rank == odd_one else FINE for rank in range(3)])
     assert rank_status.all_fine([other] * 3) == (field not in ("incomplete", "planning_failed", "written"))
+
+
+def _gathered():
+    """What each rank knows of all, where none differs, then where rank 1 differs in one field, in turn."""
+    sync, found = rank_status.RankSync(dist.group.WORLD), []
+    for field in (None, *FINE._fields):
+        differs = field is not None and dist.get_rank() == 1
+        own = FINE._replace(**{field: getattr(FINE, field) + 1}) if differs else FINE
+        found.append(sync.gather(own, 30.0))
+    return found
+
+
+def test_every_field_of_a_status_is_compared():
+    others = [FINE, *(FINE._replace(**{field: getattr(FINE, field) + 1}) for field in FINE._fields)]
+    assert run_ranks(_gathered, 3) == [[[FINE, other, FINE] for other in others]] * 3
 
 
 def _open():
