@@ -88,16 +88,12 @@ def cases(without: str, kinds: dict[str, Case]) -> list[Any]:
     return [x for x in found if x.id != without]
 
 
-def test_sequences_without_a_loader():
-    compiled(SEQUENCES["row_wise"], False)
-
-
 def test_pooled_tables_under_a_lookahead_loader():
     compiled(POOLED["row_wise"], True)
 
 
 @thorough
-@pytest.mark.parametrize(("case", "lookahead"), cases("row_wise-plain", SEQUENCES))
+@pytest.mark.parametrize(("case", "lookahead"), cases("", SEQUENCES))
 def test_sequences(case, lookahead):
     compiled(case, lookahead)
 

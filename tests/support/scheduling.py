@@ -9,6 +9,8 @@ from __future__ import annotations
 # Tests of a file that share an expensive fixture, or that create network interfaces: run serially in one worker.
 ONE_WORKER = {
     "test_batch_balancer.py": "balancer",
+    "test_bucket_gradients.py": "bucket gradients",
+    "test_compress_exchange.py": "compress exchange",
     # these compile in pytest's own process, where the first compilation takes ten seconds
     "test_custom_ops.py": "compiled here",
     "test_driver.py": "compiled here",
@@ -16,9 +18,13 @@ ONE_WORKER = {
     "test_gather_parts.py": "compiled here",
     "test_dense_gradients.py": "dense gradients",
     "test_doctor.py": "doctor",
+    "test_graphs.py": "graphs",
+    "test_left_to_torchrec.py": "left to torchrec",
+    "test_loader_state.py": "loader state",
     "test_lookahead.py": "lookahead",
     "test_lookahead_loop.py": "lookahead loop",
     "test_lookahead_random.py": "random",
+    "test_malformed_kjt.py": "malformed",
     "test_meter.py": "meter",
     "test_netlab.py": "network",
     "test_overlap_attention.py": "overlap",
@@ -31,6 +37,7 @@ ONE_WORKER = {
     "test_torchrec_sizes.py": "torchrec sizes",
     "test_two_hosts.py": "network",
     "test_without_overlap.py": "without overlap",
+    "test_written_tables.py": "written tables",
 }
 # Slow tests first, so that none is left for one worker at the end.
 LONG = (

@@ -31,24 +31,27 @@ def trainer(passes: str) -> Trainer:
     return Trainer("rowwise_adagrad", passes)
 
 
-def _exact(optimizer: str, steps: int, few: int):
-    """`steps` of look-ahead against as many plain ones; a few of every other combination."""
-    plain, ahead, closed = (trainer(passes).use(optimizer) for passes in ("none", "all", "-split_exchanges"))
+def _exact(optimizer: str, steps: int, few: int, thorough: bool = True):
+    """`steps` of look-ahead against as many plain ones; thoroughly, a few of every other combination."""
+    plain, ahead = (trainer(passes).use(optimizer) for passes in ("none", "all"))
     fresh = plain.compilations == 0
     expected = {(share, n): plain.train(share, n, wrapped=False) for share in SHARES for n in (steps, few)}
     assert expected[0.12, steps][0][0] != expected[0.12, steps][0][-1]
     assert plain.compilations <= (KINDS if fresh else 2 * KINDS)
-    assert all(same(plain.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
-    assert plain.compilations <= 2 * KINDS  # without a plan, and with one
+    if thorough:
+        assert all(same(plain.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
+        assert plain.compilations <= 2 * KINDS  # without a plan, and with one
     collisions = {}
     for share in SHARES:
         got = ahead.train(share, steps, wrapped=True)
         assert same(got, expected[share, steps]), share
         items = [s for s in got[2] if s["exchange"].startswith("item") and s["step"] > 0]
         collisions[share] = sum(s["colliding_rows"] for s in items) / sum(s["unique_rows"] for s in items)
-    assert all(same(ahead.train(share, few, wrapped=False), expected[share, few]) for share in SHARES)
-    assert ahead.compilations <= 2 * KINDS
-    assert all(same(closed.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
+    if thorough:
+        assert all(same(ahead.train(share, few, wrapped=False), expected[share, few]) for share in SHARES)
+        closed = trainer("-split_exchanges").use(optimizer)
+        assert all(same(closed.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
+    assert ahead.compilations <= (2 if thorough else 1) * KINDS
     return collisions
 
 
@@ -209,7 +212,7 @@ def _bytes_on_the_wire():
 
 
 CHECKS = {
-    **{f"exact, {optimizer}": partial(_exact, optimizer, 16, 4) for optimizer in OPTIMIZERS},
+    **{f"exact, {optimizer}": partial(_exact, optimizer, 16, 4, thorough=False) for optimizer in OPTIMIZERS},
     "delayed": partial(_delayed, 16),
     "stop": _stop,
     "bytes on the wire": _bytes_on_the_wire,
