@@ -75,6 +75,7 @@ def _after_freescale(cache: str) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_inductor_leaves_in_the_cache_after_freescale_serves_other_programs(tmp_path):
     (expected,) = run_ranks_apart(_alone, [(str(tmp_path / "one"),)])
     (found,) = run_ranks_apart(_after_freescale, [(str(tmp_path / "two"),)])

@@ -158,7 +158,10 @@ def test_under_a_loader(kind):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "ahead", "pooled"), [
-    pytest.param(kind, ahead, pooled, id=f"{kind}-{'ahead' if ahead else 'plain'}-{'pooled' if pooled else 'sequences'}")
+    pytest.param(
+        kind, ahead, pooled, id=f"{kind}-{'ahead' if ahead else 'plain'}-{'pooled' if pooled else 'sequences'}",
+        marks=pytest.mark.slow if ahead == pooled else [],
+    )
     for kind in KINDS for ahead in (False, True) for pooled in (False, True)
     if pooled or not ahead or kind not in QUICK
 ])  # fmt: skip
