@@ -33,6 +33,7 @@ def _run(monkeypatch, tmp_path, *arguments: str) -> tuple[int, dict]:
     return ended.value.code, json.loads(file.read_text())
 
 
+@pytest.mark.thorough
 def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     variants = ("dense", "sparsedist", "balance")
     code, found = _run(monkeypatch, tmp_path, "--sizes", "lognormal", "--no-check", "--variants", *variants)

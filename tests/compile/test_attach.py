@@ -137,15 +137,6 @@ def _exact(groups: Any, make: Any) -> list[str]:
     return wrong
 
 
-def _one_native() -> list[str]:
-    return _exact([{"submodule in place": lambda: Outer(_in_place(Model()))}], lambda step: (batch_of(step),))
-
-
-@pytest.mark.thorough
-def test_a_submodule_that_was_compiled_in_place():
-    assert run_ranks(_one_native, 2) == [[], []]
-
-
 def _native() -> list[str]:
     return _exact(NATIVE, lambda step: (batch_of(step),))
 
@@ -188,7 +179,7 @@ def _inductor() -> list[str]:
     return _exact([ways], lambda step: (batch_of(step),))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_in_place_under_inductor():
     assert run_ranks(_inductor, 2) == [[], []]
 

@@ -45,7 +45,7 @@ def _step(**options):
     out.sum().backward()
 
 
-@pytest.mark.parametrize("codegen", ("inductor", "eager"))
+@pytest.mark.parametrize("codegen", (pytest.param("inductor", marks=pytest.mark.thorough), "eager"))
 def test_both_graphs_are_passed_over(codegen):
     graphs = graphs_of(lambda: _step(codegen=codegen))
     assert set(graphs) == {(w, n) for w in ("forward", "backward") for n in ("before", *config.PASS_NAMES)}

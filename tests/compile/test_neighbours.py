@@ -57,6 +57,7 @@ def _before_between_and_after(cache: str) -> list[list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.thorough
 def test_inductor_beside_freescale_computes_what_it_computes_alone(tmp_path):
     (expected,) = run_ranks_apart(_alone, [(str(tmp_path / "one"),)])
     (beside,) = run_ranks_apart(_before_between_and_after, [(str(tmp_path / "two"),)])
@@ -66,7 +67,7 @@ def test_inductor_beside_freescale_computes_what_it_computes_alone(tmp_path):
 
 def _after_freescale(cache: str) -> list[torch.Tensor]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    (seen,) = results(["layer_norm"], backend="freescale").values()
+    (seen,) = results(["layer_norm"], SIZES[:1], backend="freescale").values()
     assert not any(isinstance(x, str) for x in seen), seen
     hits = cache_hits()
     found = train_with_inductor()
@@ -74,6 +75,7 @@ def _after_freescale(cache: str) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_inductor_leaves_in_the_cache_after_freescale_serves_other_programs(tmp_path):
     (expected,) = run_ranks_apart(_alone, [(str(tmp_path / "one"),)])
     (found,) = run_ranks_apart(_after_freescale, [(str(tmp_path / "two"),)])
@@ -91,10 +93,11 @@ def _is_memory_format_noted() -> bool:
 
 
 def _in_another_thread() -> list[bool]:
-    """What a thread sees that traces something of its own while freescale compiles in this one."""
+    """What a thread sees that traces something of its own while freescale compiles in this one; and whether settings are
+    as they were."""
     import freescale
 
-    found: list[bool] = []
+    found, before = [], _settings()
 
     def look(*_: Any) -> None:
         for in_thread in (lambda: found.append(_is_memory_format_noted()), lambda: found.append(not is_tracing())):
@@ -106,10 +109,10 @@ def _in_another_thread() -> list[bool]:
     stop = freescale.observe(look)
     results(["layer_norm"], SIZES[:1], backend="freescale", options={"codegen": "eager"})
     stop()
-    return [*found, _is_memory_format_noted()]
+    return [*found, _is_memory_format_noted(), _settings() == before]
 
 
-def test_another_thread_sees_nothing_of_a_compilation():
+def test_another_thread_sees_nothing_of_a_compilation_and_settings_stay():
     (found,) = run_ranks(_in_another_thread, 1, compiled_anew=True)
     assert len(found) > 6 and all(found)
 
@@ -135,6 +138,7 @@ def _torchrec_under_inductor(freescale_first: bool) -> tuple[Any, ...]:
     return losses, graphs
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
 def test_torchrec_under_another_backend_is_traced_as_without_freescale():
     (without,) = run_ranks(_torchrec_under_inductor, 1, False, compiled_anew=True)

@@ -145,6 +145,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked
 
 
+@pytest.mark.thorough
 def test_wheel_holds_one_package_every_module_and_the_c_library(unpacked: Path):
     tops = sorted(p.name for p in unpacked.iterdir())
     assert tops[0] == "freescale" and len(tops) == 2 and tops[1].endswith(".dist-info")
@@ -179,10 +180,12 @@ def imported(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> subpro
     return python(code, tmp_path_factory.mktemp("imported"), unpacked)
 
 
+@pytest.mark.thorough
 def test_every_module_of_the_wheel_imports(imported):
     assert (imported.returncode, imported.stdout.strip().splitlines()[-1:]) == (0, ["all None"]), imported.stderr
 
 
+@pytest.mark.thorough
 def test_backend_is_found_without_an_import(unpacked: Path, imported):
     (entry_points,) = unpacked.glob("*.dist-info/entry_points.txt")
     assert entry_points.read_text().split() == [

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,6 +41,7 @@ def _losses() -> list[tuple[float, float]]:
     return losses
 
 
+@pytest.mark.thorough
 def test_offsets_without_their_first():
     (losses,) = run_ranks(_losses, 1)
     got, expected = zip(*losses, strict=True)

@@ -80,16 +80,13 @@ def compiled(case: Case, lookahead: bool, options: dict[str, Any] = EAGER, devic
             assert min(sent.values()) > 0, sent
 
 
-def cases(without: str, kinds: dict[str, Case]) -> list[Any]:
-    """All but the quick one, without and with a LookaheadLoader."""
+def cases(plain: tuple[str, ...], without: str, kinds: dict[str, Case]) -> list[Any]:
+    """All but the quick one, with a LookaheadLoader and without; `plain`: those that are thorough without."""
     found = []
     for name, case in kinds.items():
-        found += [pytest.param(case, ahead, id=f"{name}-{how}") for ahead, how in ((False, "plain"), (True, "ahead"))]
+        found.append(pytest.param(case, False, id=f"{name}-plain", marks=[] if name in plain else pytest.mark.slow))
+        found.append(pytest.param(case, True, id=f"{name}-ahead"))
     return [x for x in found if x.id != without]
-
-
-def test_sequences_without_a_loader():
-    compiled(SEQUENCES["row_wise"], False)
 
 
 def test_pooled_tables_under_a_lookahead_loader():
@@ -97,13 +94,13 @@ def test_pooled_tables_under_a_lookahead_loader():
 
 
 @thorough
-@pytest.mark.parametrize(("case", "lookahead"), cases("row_wise-plain", SEQUENCES))
+@pytest.mark.parametrize(("case", "lookahead"), cases(("row_wise", "data_parallel", "beside pooled"), "", SEQUENCES))
 def test_sequences(case, lookahead):
     compiled(case, lookahead)
 
 
 @thorough
-@pytest.mark.parametrize(("case", "lookahead"), cases("row_wise-ahead", POOLED))
+@pytest.mark.parametrize(("case", "lookahead"), cases(("row_wise", "grid", "weighted", "no samples", "batch sizes of ranks"), "row_wise-ahead", POOLED))
 def test_pooled_tables(case, lookahead):
     compiled(case, lookahead)
 

@@ -284,7 +284,7 @@ DEPRECATED = [
 ]
 
 
-@pytest.mark.parametrize("options", DEPRECATED)
+@pytest.mark.parametrize("options", (pytest.param(DEPRECATED[0], marks=pytest.mark.thorough), DEPRECATED[1]))
 def test_ranks_agree_on_what_takes_the_place_of_a_deprecated_value(options):
     run_ranks(_deprecated, 2, options)
 

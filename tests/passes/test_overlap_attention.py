@@ -380,6 +380,7 @@ def generated() -> list[list[list[str]]]:
     return run_ranks(_generated, 1)[0]
 
 
+@pytest.mark.thorough
 def test_generated_code_keeps_the_order(generated):
     forward, backward = generated[0]
     assert forward == [
@@ -390,6 +391,7 @@ def test_generated_code_keeps_the_order(generated):
     assert backward.count("agree") == backward.count("all_to_all_launch") == 1
 
 
+@pytest.mark.thorough
 def test_generated_code_sinks_weight_gradients(generated):
     _, backward = generated[1]
     launch, wait = backward.index("all_to_all_launch"), backward.index("wait_tensor")

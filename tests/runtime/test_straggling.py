@@ -59,7 +59,7 @@ def _median(steps: list[dict[str, Any]], part: str) -> float:
     return statistics.median(s[part] for s in steps[4:-4])
 
 
-@pytest.mark.parametrize("ddp", (False, True), ids=("tables", "tables and DDP"))
+@pytest.mark.parametrize("ddp", (pytest.param(False, marks=pytest.mark.thorough), True), ids=("tables", "tables and DDP"))
 def test_a_rank_that_has_more_to_do(ddp):
     fast, slow = run_ranks(_train, 2, MORE, 0.0, ddp)
     for steps in (fast, slow):

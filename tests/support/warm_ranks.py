@@ -187,12 +187,15 @@ def _cache_keys() -> None:
 
 
 def _registered() -> None:
-    """Fill torch's lists of backends (searched in all installed packages) and of devices to compile for."""
+    """Fill torch's lists of backends (searched in all installed packages), of devices to compile for, and of the
+    instruction sets of the CPU (Inductor compiles and runs a program for some of them in every fresh cache folder)."""
+    from torch._inductor import cpu_vec_isa
     from torch._inductor.codegen import common
 
     torch._dynamo.list_backends()
     common.init_backend_registration()
     common.get_device_op_overrides("cpu")
+    cpu_vec_isa.pick_vec_isa()
 
 
 def _threads() -> int:

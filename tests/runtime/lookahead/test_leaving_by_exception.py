@@ -361,7 +361,7 @@ def _raises_in_one_of_the_last_steps_and_stays(at: int) -> tuple[str, float]:
     return found
 
 
-@pytest.mark.parametrize("at", (2, 3))
+@pytest.mark.parametrize("at", (pytest.param(2, marks=pytest.mark.thorough), 3))
 def test_the_other_rank_hears_why_in_the_last_steps_too(at):
     found = run_ranks(_raises_in_one_of_the_last_steps_and_stays, 2, at, timeout=90, group_timeout=600)
     (peer, peer_seconds), (raised, seconds) = found
@@ -458,14 +458,10 @@ def _error_of(train: Any, seen: list[float]) -> tuple[str, float]:
     return words, time.monotonic() - seen[-1]
 
 
-@pytest.mark.parametrize("way", ("_with_context", "_by_next", "_kept"))
+@pytest.mark.parametrize("way", [
+    way if way in ("_with_context", "_kept") else pytest.param(way, marks=pytest.mark.thorough) for way in WAYS
+])  # fmt: skip
 def test_however_rank_1_loops_both_end_within_seconds(way):
-    _check_both(run_ranks(_one_raises_so, 2, way, timeout=90, group_timeout=600), way)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("way", WAYS)
-def test_in_every_way_to_loop(way):
     _check_both(run_ranks(_one_raises_so, 2, way, timeout=90, group_timeout=600), way)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from loops import Training, batch_of, data
-from ranks import run_ranks
+from shared_ranks import Outcomes, run_together
 
 
 class Stateful:
@@ -58,8 +58,8 @@ def _goes_on() -> bool:
     return True
 
 
-def test_a_loader_with_a_state_goes_on_behind_the_last_batch():
-    assert run_ranks(_goes_on, 2) == [True, True]
+def test_a_loader_with_a_state_goes_on_behind_the_last_batch(checked):
+    assert checked.of("goes on") == [True, True]
 
 
 class Forwards:
@@ -122,8 +122,8 @@ def _passes_for_its_loader() -> bool:
     return copy.copy(loader).dataset is dataset
 
 
-def test_attributes_and_state_are_the_loaders():
-    assert run_ranks(_passes_for_its_loader, 2) == [True, True]
+def test_attributes_and_state_are_the_loaders(checked):
+    assert checked.of("passes for its loader") == [True, True]
 
 
 def _nested_and_copied() -> bool:
@@ -160,5 +160,11 @@ def _nested_and_copied() -> bool:
     return True
 
 
-def test_nested_loaders_and_copies_have_the_state_of_their_loader():
-    assert run_ranks(_nested_and_copied, 2) == [True, True]
+def test_nested_loaders_and_copies_have_the_state_of_their_loader(checked):
+    assert checked.of("nested and copied") == [True, True]
+
+
+@pytest.fixture(scope="module")
+def checked() -> Outcomes:
+    checks = {"goes on": _goes_on, "passes for its loader": _passes_for_its_loader, "nested and copied": _nested_and_copied}
+    return run_together(checks, 2)

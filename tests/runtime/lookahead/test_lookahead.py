@@ -31,24 +31,27 @@ def trainer(passes: str) -> Trainer:
     return Trainer("rowwise_adagrad", passes)
 
 
-def _exact(optimizer: str, steps: int, few: int):
-    """`steps` of look-ahead against as many plain ones; a few of every other combination."""
-    plain, ahead, closed = (trainer(passes).use(optimizer) for passes in ("none", "all", "-split_exchanges"))
+def _exact(optimizer: str, steps: int, few: int, thorough: bool = True):
+    """`steps` of look-ahead against as many plain ones; thoroughly, a few of every other combination."""
+    plain, ahead = (trainer(passes).use(optimizer) for passes in ("none", "all"))
     fresh = plain.compilations == 0
     expected = {(share, n): plain.train(share, n, wrapped=False) for share in SHARES for n in (steps, few)}
     assert expected[0.12, steps][0][0] != expected[0.12, steps][0][-1]
     assert plain.compilations <= (KINDS if fresh else 2 * KINDS)
-    assert all(same(plain.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
-    assert plain.compilations <= 2 * KINDS  # without a plan, and with one
+    if thorough:
+        assert all(same(plain.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
+        assert plain.compilations <= 2 * KINDS  # without a plan, and with one
     collisions = {}
     for share in SHARES:
         got = ahead.train(share, steps, wrapped=True)
         assert same(got, expected[share, steps]), share
         items = [s for s in got[2] if s["exchange"].startswith("item") and s["step"] > 0]
         collisions[share] = sum(s["colliding_rows"] for s in items) / sum(s["unique_rows"] for s in items)
-    assert all(same(ahead.train(share, few, wrapped=False), expected[share, few]) for share in SHARES)
-    assert ahead.compilations <= 2 * KINDS
-    assert all(same(closed.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
+    if thorough:
+        assert all(same(ahead.train(share, few, wrapped=False), expected[share, few]) for share in SHARES)
+        closed = trainer("-split_exchanges").use(optimizer)
+        assert all(same(closed.train(share, few, wrapped=True), expected[share, few]) for share in SHARES)
+    assert ahead.compilations <= (2 if thorough else 1) * KINDS
     return collisions
 
 
@@ -68,15 +71,19 @@ def test_same_bits_with_and_without(optimizer, checked):
     _expect_collisions(checked.of(f"exact, {optimizer}"))
 
 
+def _exact_with_every_optimizer(steps: int) -> list[dict[float, float]]:
+    return [_exact(optimizer, steps, steps // 6) for optimizer in OPTIMIZERS]
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world, steps", (
     pytest.param(2, 60, marks=pytest.mark.thorough),
     pytest.param(2, 200, marks=slow),
     pytest.param(4, 200, marks=slow),
 ))  # fmt: skip
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_same_bits_with_and_without_for_long(optimizer, world, steps):
-    _expect_collisions(run_ranks(_exact, world, optimizer, steps, steps // 6, timeout=550))
+def test_same_bits_with_and_without_for_long(world, steps):
+    for ranks in zip(*run_ranks(_exact_with_every_optimizer, world, steps, timeout=550), strict=True):
+        _expect_collisions(list(ranks))
 
 
 def _subsets() -> list[str]:
@@ -107,24 +114,24 @@ def test_every_subset_of_passes_gives_the_same_bits(optimizer):
     assert run_ranks(_every_subset, 2, optimizer, timeout=550) == [[], []]
 
 
-def _inductor(codegen: str):
-    """Against the same without passes and look-ahead, by the same code generation or without any."""
-    reference = trainer("none") if codegen == "eager" else Trainer("rowwise_adagrad", "none", codegen)
-    plain = reference.use("sgd").train(0.3, 30, wrapped=False)
-    trained = Trainer("rowwise_adagrad", "all", "inductor").use("sgd")
+def _inductor():
+    """Against the same without passes and look-ahead, by the same code generation and without any."""
+    trained, worst = Trainer("rowwise_adagrad", "all", "inductor").use("sgd"), {}
     ahead = trained.train(0.3, 30, wrapped=True)
-    worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(ahead[0], plain[0], strict=True))
-    for name, value in plain[1].items():
-        if value.numel():
-            worst = max(worst, float((ahead[1][name] - value).abs().max() / value.abs().max().clamp_min(1e-6)))
+    for codegen in ("eager", "inductor"):
+        plain = Trainer("rowwise_adagrad", "none", codegen).use("sgd").train(0.3, 30, wrapped=False)
+        off = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(ahead[0], plain[0], strict=True)]
+        for name, value in plain[1].items():
+            if value.numel():
+                off.append(float((ahead[1][name] - value).abs().max() / value.abs().max().clamp_min(1e-6)))
+        worst[codegen] = max(off)
     return worst, trained.compilations
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("codegen", ("eager", "inductor"))
-def test_inductor_agrees(codegen):
-    for worst, compiled in run_ranks(_inductor, 2, codegen):
-        assert worst <= 1e-6 and compiled == KINDS, worst
+def test_inductor_agrees():
+    for worst, compiled in run_ranks(_inductor, 2):
+        assert max(worst.values()) <= 1e-6 and compiled == KINDS, worst
 
 
 def _delayed(steps: int):
@@ -209,7 +216,7 @@ def _bytes_on_the_wire():
 
 
 CHECKS = {
-    **{f"exact, {optimizer}": partial(_exact, optimizer, 16, 4) for optimizer in OPTIMIZERS},
+    **{f"exact, {optimizer}": partial(_exact, optimizer, 16, 4, thorough=False) for optimizer in OPTIMIZERS},
     "delayed": partial(_delayed, 16),
     "stop": _stop,
     "bytes on the wire": _bytes_on_the_wire,

@@ -252,7 +252,7 @@ def _strict_by_flag() -> str:
     return "no error"
 
 
-@pytest.mark.thorough  # the same as above, with a flag of the processes
+@pytest.mark.slow  # the same as above, with a flag of the processes
 def test_uneven_loaders_are_an_error_under_the_strict_flag():
     for text in run_ranks(_strict_by_flag, 2, env={"FREESCALE_STRICT": "1"}, expect_errors=True):
         assert "RuntimeError: freescale: the loader of rank 0 ended after 1 batches" in text
@@ -615,6 +615,6 @@ def _torchrec(small: bool) -> bool:
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="no TorchRec")
 @pytest.mark.thorough
-@pytest.mark.parametrize("small", (True, False), ids=("two tables", "all"))
+@pytest.mark.parametrize("small", (True, pytest.param(False, marks=pytest.mark.slow)), ids=("two tables", "all"))
 def test_torchrec_and_dataclass_batches(small):
     assert run_ranks(_torchrec, 2, small) == [True, True]

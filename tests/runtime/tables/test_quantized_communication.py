@@ -122,7 +122,10 @@ def _compare(pooled: bool, case: str, kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case, kind", (("fp16", "row_wise"), ("scaled", "table_wise"), ("backward", "column_wise"), ("bf16", "row_wise")))
+OTHERS = (("fp16", "row_wise"), ("scaled", "table_wise"), ("backward", "column_wise"))
+
+
+@pytest.mark.parametrize("case, kind", (("bf16", "row_wise"), *(pytest.param(*c, marks=pytest.mark.thorough) for c in OTHERS)))
 def test_sequences(case, kind):
     """The forward pass to the bit. Gradients of a row are summed before they are rounded, TorchRec rounds each."""
     for found in run_ranks(_compare, 2, False, case, kind):
@@ -131,7 +134,7 @@ def test_sequences(case, kind):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case, kind", (("fp16", "row_wise"), ("scaled", "table_wise"), ("backward", "column_wise")))
+@pytest.mark.parametrize("case, kind", OTHERS)
 def test_bags(case, kind):
     """Rows are rounded before they are pooled, TorchRec rounds sums."""
     for found in run_ranks(_compare, 2, True, case, kind):
@@ -174,6 +177,7 @@ def _bytes() -> list[int]:
     return received
 
 
+@pytest.mark.thorough
 def test_half_the_bytes():
     for exact, rounded in run_ranks(_bytes, 2):
         assert 0 < rounded <= exact / 2  # a rank's own rows are not sent

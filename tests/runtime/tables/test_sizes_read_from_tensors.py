@@ -148,16 +148,24 @@ def check(kind: str, ahead: bool, pooled: bool) -> None:
                 assert any("in one graph what depends on the size that is read there" in s for s in said), said
 
 
-@pytest.mark.parametrize("kind", ("one graph", "tile", "branch"))
+QUICK = ("one graph", "tile")
+
+
+@pytest.mark.parametrize("kind", QUICK)
 def test_under_a_loader(kind):
     check(kind, ahead=True, pooled=False)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("pooled", (False, True), ids=("sequences", "pooled"))
-@pytest.mark.parametrize("ahead", (False, True), ids=("plain", "ahead"))
-@pytest.mark.parametrize("kind", KINDS)
-def test_all(kind, ahead, pooled):
+@pytest.mark.parametrize(("kind", "ahead", "pooled"), [
+    pytest.param(
+        kind, ahead, pooled, id=f"{kind}-{'ahead' if ahead else 'plain'}-{'pooled' if pooled else 'sequences'}",
+        marks=pytest.mark.slow if ahead == pooled else [],
+    )
+    for kind in KINDS for ahead in (False, True) for pooled in (False, True)
+    if pooled or not ahead or kind not in QUICK
+])  # fmt: skip
+def test_others(kind, ahead, pooled):
     check(kind, ahead, pooled)
 
 
@@ -183,7 +191,7 @@ def _assumed(options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("options", ({}, {"codegen": "eager"}), ids=("inductor", "eager"))
+@pytest.mark.parametrize("options", (pytest.param({}, marks=pytest.mark.thorough), {"codegen": "eager"}), ids=("inductor", "eager"))
 def test_an_assumption_of_torch_that_fails_names_the_lines(options):
     for said in run_ranks(_assumed, 2, options):
         assert "several, one = int(counts.max())" in said and "torch._dynamo.graph_break()" in said, said

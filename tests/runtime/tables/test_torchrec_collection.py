@@ -70,11 +70,15 @@ def _every_optimizer(*args: Any) -> dict[str, float]:
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("layout", ("row_wise", "table_wise", "mixed"))
-def test_equals_eager_torchrec(layout, optimizer, checked):
+@pytest.mark.parametrize("case", ("row_wise, sgd", "row_wise, rowwise_adagrad", "mixed, sgd"))
+def test_equals_eager_torchrec(case, checked):
     """All tables with one of the optimizers, two with the other."""
-    assert max(checked.of(f"{layout}, {optimizer}")) <= 1e-6
+    assert max(checked.of(case)) <= 1e-6
+
+
+@pytest.mark.thorough
+def test_table_wise_tables_equal_eager_torchrec():
+    assert max(run_ranks(_against_eager, 2, "table_wise", "sgd")) <= 1e-6
 
 
 @pytest.mark.thorough
@@ -95,22 +99,22 @@ def test_equals_eager_torchrec_on_four_ranks(layout):
         assert max(found.values()) <= 1e-6, found
 
 
-def test_two_tables_equal_eager_torchrec_under_inductor_with_ddp():
-    assert max(run_ranks(_against_eager, 2, "mixed", "rowwise_adagrad", True, "inductor", True)) <= 1e-6
+def test_two_tables_equal_eager_torchrec_under_inductor():
+    assert max(run_ranks(_against_eager, 2, "mixed", "rowwise_adagrad", False, "inductor", True)) <= 1e-6
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("small", (True, False), ids=("two tables", "all"))
+@pytest.mark.parametrize("small", (pytest.param(True, marks=slow), False), ids=("two tables", "all"))
 def test_equals_eager_torchrec_under_inductor_with_ddp(small):
     for found in run_ranks(_every_optimizer, 2, "mixed", True, "inductor", small):
         assert max(found.values()) <= 1e-6, found
 
 
-def _replicated_against_sharded(small: bool = True) -> float:
+def _replicated_against_sharded() -> float:
     """A table that is data-parallel or row-wise learns the same (eager TorchRec cannot train the former on CPU)."""
     tables = []
     for layout in ("row_wise", "mixed"):
-        model, run, beginning = _trained(layout, "sgd", True, "eager", small)
+        model, run, beginning = _trained(layout, "sgd", True, "eager", False)
         trec.put_back(model, *beginning)
         for group in model.fused_optimizer.param_groups:
             group["lr"] = 0.1
@@ -121,22 +125,23 @@ def _replicated_against_sharded(small: bool = True) -> float:
     shard = next(v for n, v in sharded.items() if "user" in n)
     block = -(-trec.USERS // dist.get_world_size())
     mine = replicated[name][dist.get_rank() * block :][: shard.shape[0]]
-    fresh = trec.snapshot(trec.build("mixed", "sgd", small=small))[name]
+    fresh = trec.snapshot(trec.build("mixed", "sgd"))[name]
     assert not torch.equal(fresh, replicated[name])
     return _relative(mine, shard)
 
 
-def test_data_parallel_tables_are_averaged(checked):
-    assert max(checked.of("data-parallel tables")) <= 1e-6
+@pytest.mark.thorough
+def test_data_parallel_tables_are_averaged():
+    assert max(run_ranks(_replicated_against_sharded, 2)) <= 1e-6
 
 
-def _fifty_batches(ddp: bool, small: bool):
+def _fifty_batches(ddp: bool):
     from torch._dynamo.utils import counters
 
     import freescale.backend as backend
     from freescale.driver import REPORT
 
-    model, run, _ = _trained("row_wise", "sgd", ddp, "eager", small)
+    model, run, _ = _trained("row_wise", "sgd", ddp, "eager", False)
     counters["graph_break"].clear()
 
     def counts() -> tuple[Counter[str], Counter[str]]:
@@ -150,10 +155,14 @@ def _fifty_batches(ddp: bool, small: bool):
     return *fifty, breaks, list(backend.COMPILED.values())
 
 
-@pytest.mark.parametrize("ddp", (False, True), ids=("alone", "ddp"))
-def test_fifty_batches_take_two_compilations(ddp, checked):
+def test_fifty_batches_take_two_compilations(checked):
     """One for random lengths and empty histories, one for ranks without samples; and one more for one sample."""
-    _expect_two_compilations(checked.of(f"fifty batches, DDP: {ddp}"))
+    _expect_two_compilations(checked.of("fifty batches"))
+
+
+@pytest.mark.thorough
+def test_fifty_batches_with_ddp_take_two_compilations():
+    _expect_two_compilations(run_ranks(_fifty_batches, 2, True))
 
 
 def _expect_two_compilations(ranks):
@@ -203,10 +212,7 @@ def test_checkpoints_go_both_ways(checked):
 
 
 @pytest.mark.thorough
-def test_all_tables_with_ddp_and_in_checkpoints():
-    """As two of them above."""
-    _expect_two_compilations(run_ranks(_fifty_batches, 2, True, False))
-    assert max(run_ranks(_replicated_against_sharded, 2, False)) <= 1e-6
+def test_checkpoints_of_all_tables_go_both_ways():
     assert max(run_ranks(_checkpoints, 2, False)) <= 1e-6
 
 
@@ -227,12 +233,20 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_what_is_no_matter_of_rows_is_left_to_torchrec(name, checked):
+def _expect_left(name, ranks):
     """Our owner applies the sum of a row's gradients, twice in a step with look-ahead: not what these optimizers do."""
-    for difference, said in checked.of(name):
+    for difference, said in ranks:
         assert len([s for s in said if "TorchRec's own path" in s and LEFT[name][0] in s]) == 1, said
         assert difference <= 1e-6
+
+
+def test_what_is_no_matter_of_rows_is_left_to_torchrec(checked):
+    _expect_left("ema", checked.of("ema"))
+
+
+@pytest.mark.thorough
+def test_clipped_gradients_are_left_to_torchrec():
+    _expect_left("clipping", run_ranks(_fall_back, 2, "row_wise", False, *LEFT["clipping"][1:]))
 
 
 def _half_output() -> list[str | None]:
@@ -301,18 +315,13 @@ def test_an_id_outside_its_table_is_an_error_on_every_rank(feature, table, value
 
 # Those that share a model are neighbours.
 CHECKS = {
-    "fifty batches, DDP: False": partial(_fifty_batches, False, False),
+    "fifty batches": partial(_fifty_batches, False),
     "row_wise, sgd": partial(_against_eager, "row_wise", "sgd"),
     "row_wise, rowwise_adagrad": partial(_against_eager, "row_wise", "rowwise_adagrad", small=True),
     "checkpoints": _checkpoints,
-    "table_wise, sgd": partial(_against_eager, "table_wise", "sgd"),
-    "table_wise, rowwise_adagrad": partial(_against_eager, "table_wise", "rowwise_adagrad", small=True),
-    "mixed, rowwise_adagrad": partial(_against_eager, "mixed", "rowwise_adagrad", small=True),
     "mixed, sgd": partial(_against_eager, "mixed", "sgd"),
     **{f"id {value} of {feature}": partial(_bad_id, feature, value) for feature, _, value in BAD_IDS},
-    "fifty batches, DDP: True": partial(_fifty_batches, True, True),
-    "data-parallel tables": _replicated_against_sharded,
-    **{name: partial(_fall_back, "row_wise", False, *rest) for name, (_, *rest) in LEFT.items()},
+    "ema": partial(_fall_back, "row_wise", False, *LEFT["ema"][1:]),
     "weighted": _weighted,
 }
 
