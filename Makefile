@@ -58,7 +58,7 @@ PACKAGES := fs_compile passes kernels runtime
 LIBRARY := kernels/native/_native.abi3.so
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint figures doctor clean
+.PHONY: help setup train test lint figures docs doctor clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -112,8 +112,12 @@ lint: $(STAMP) ## check style (ruff) and types (mypy)
 	@for f in fs_compile/* $(wordlist 2,9,$(PACKAGES)); do ln -s ../../../$$f build/types/freescale/; done
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p freescale
 
-figures: $(LIBRARY) ## simulate and draw the figures of docs/paper.md and docs/gpu-steps.md (some minutes; ARGS="--only ranks": one of them)
+figures: $(LIBRARY) ## simulate and draw the figures of docs/paper.md and docs/benchmarks.md (some minutes; ARGS="--only ranks": one of them)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/figures.py $(ARGS)
+
+docs: $(STAMP) ## build the documentation site in build/docs (mkdocs)
+	@$(BIN)/python -c "import mkdocs" 2>/dev/null || $(PIP) "mkdocs>=1.6,<2"
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 doctor: $(LIBRARY) ## show what is installed, what works and what is missing
 	@$(BIN)/python -m freescale doctor

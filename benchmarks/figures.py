@@ -3,8 +3,8 @@
     python benchmarks/figures.py [--only NAME ...] [--redraw] [--quick] [--json FILE] [--out DIR]
 
 Simulates what is simulated, reads what was measured from benchmarks/results/, draws DIR/figures/*.svg and writes the
-tables between the markers of DIR/paper.md and DIR/gpu-steps.md. `make figures` runs it. Numbers go to --json, as a part
-of what is there already; --redraw takes them from it. A second run changes nothing.
+tables between the markers of DIR/paper.md and DIR/benchmarks.md. `make figures` runs it. Numbers go to --json, as a
+part of what is there already; --redraw takes them from it. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from freescale.simulate.command import Progress
 
 ROOT = Path(__file__).parent.parent
 RESULTS = figures_data.RESULTS / "figures.json"
-PAGES = {name: "gpu-steps.md" if name == "gpu_steps" else "paper.md" for name in figures_data.FIGURES}
+PAGES = {name: "benchmarks.md" if name == "gpu_steps" else "paper.md" for name in figures_data.FIGURES}
 
 
 def with_tables(page: str, found: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What the figures of docs/paper.md and docs/gpu-steps.md show, as numbers: one function for each.
+"""What the figures of docs/paper.md and docs/benchmarks.md show, as numbers: one function for each.
 
 Simulated figures come from `freescale.simulate`, with the balancer and the passes of the package; measured ones from
  benchmarks/results/. Deterministic: a second run gives the same numbers.

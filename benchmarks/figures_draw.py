@@ -1,4 +1,4 @@
-"""The figures of docs/paper.md and docs/gpu-steps.md as SVG, one function each, from the numbers of figures_data.py.
+"""The figures of docs/paper.md and docs/benchmarks.md as SVG, one function each, from the numbers of figures_data.py.
 
 The same numbers give the same bytes: no date, no random names. The background is white, so that a dark page does not
 shine through.

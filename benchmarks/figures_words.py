@@ -1,4 +1,4 @@
-"""What stands under each figure in docs/paper.md and docs/gpu-steps.md: a table and what it says, from the
+"""What stands under each figure in docs/paper.md and docs/benchmarks.md: a table and what it says, from the
 numbers of figures_data.py.
 
 The figure shows every point. The table has the first and the last one of an axis, and the rows that matter most.

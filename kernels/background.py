@@ -7,7 +7,7 @@ dense part computes. Before anything else reads or updates the table, its stream
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import torch
@@ -44,6 +44,11 @@ def wait_for(table: str) -> None:
     end = launch_record.begin_wait(launch_record.launch_label("gradients", LATE, table), device)
     torch.cuda.current_stream(device).wait_event(event)
     end()
+
+
+def is_pending(tables: Iterable[str]) -> bool:
+    """Whether nothing has waited for work on one of these tables."""
+    return any(table in _pending for table in tables)
 
 
 def wait_for_all() -> None:

@@ -21,6 +21,7 @@ _SECONDS_OF_WAIT = 0.5  # for a launch; after that, this rank asks whether one h
 
 # Which batch reached the model: its number, or
 UNKNOWN_BATCH, FOREIGN_BATCH, CHANGED_BATCH = -1, -2, -3
+BESIDE_UPDATE = 2  # of RankStatus.written
 
 
 class Action(IntEnum):
@@ -42,7 +43,8 @@ class RankStatus(NamedTuple):
     received: int  # the batch that reached the model: its number, or UNKNOWN_BATCH, FOREIGN_BATCH, CHANGED_BATCH
     planning_failed: int  # has planning failed on this rank?
     ordered: int  # batches that its planning thread was ordered to plan
-    written: int  # has something other than an update written to its tables since the last step began?
+    written: int  # has something other than an update written to its tables since the last step began? BESIDE_UPDATE:
+    # while late gradients were applied on a stream of their own, which the write did not wait for
 
 
 class RankSync:
@@ -138,10 +140,11 @@ def why_over(statuses: list[RankStatus]) -> str:
             "another step ran in between. Under a LookaheadLoader, call loss.backward(); this loop is over"
         )
     pending = max(s.pending for s in statuses)
-    if pending >= 0 and (ranks := [rank for rank, s in enumerate(statuses) if s.written]):
+    if ranks := [rank for rank, s in enumerate(statuses) if s.written and (pending >= 0 or s.written == BESIDE_UPDATE)]:
+        step = f"step {pending}" if pending >= 0 else "an earlier step"
         return (
-            f"{_list_ranks(ranks)}: something other than training wrote to a table before the gradients of step "
-            f"{pending} were applied, which must come first. Call model.state_dict() on every rank before such a write "
+            f"{_list_ranks(ranks)}: something other than training wrote to a table before the gradients of {step} "
+            "were applied, which must come first. Call model.state_dict() on every rank before such a write "
             "(it applies them), or use LookaheadLoader(overlap=False); this loop is over"
         )
     return ""

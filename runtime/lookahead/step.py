@@ -12,11 +12,19 @@ import torch
 import torch.distributed as dist
 
 from freescale.compat import dynamo
+from freescale.kernels import background
 from freescale.kernels.ops import table_registry
 from freescale.kernels.transports import open_transports
 from freescale.runtime import batch_structure
 from freescale.runtime.lookahead.planning import PlannedBatch
-from freescale.runtime.lookahead.rendezvous import CHANGED_BATCH, FOREIGN_BATCH, UNKNOWN_BATCH, RankExits, RankStatus
+from freescale.runtime.lookahead.rendezvous import (
+    BESIDE_UPDATE,
+    CHANGED_BATCH,
+    FOREIGN_BATCH,
+    UNKNOWN_BATCH,
+    RankExits,
+    RankStatus,
+)
 from freescale.runtime.lookahead.thread import PlanningThread
 from freescale.runtime.tables import step_plan
 from freescale.runtime.tables.step_plan import StepPlan
@@ -119,8 +127,13 @@ class Loop:
             received=received,
             planning_failed=self.thread.failed,
             ordered=self.thread.ordered,
-            written=self._other_writes is not None and self._other_writes != self._count_other_writes(),
+            written=self._written(),
         )
+
+    def _written(self) -> int:
+        if self._other_writes is None or self._other_writes == self._count_other_writes():
+            return 0
+        return BESIDE_UPDATE if background.is_pending(x.name for x in self.exchanges) else 1
 
     def _count_other_writes(self) -> list[int]:
         """Writes to each table that are not updates."""

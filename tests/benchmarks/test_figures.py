@@ -1,4 +1,4 @@
-"""The figures of docs/paper.md and docs/gpu-steps.md: the numbers behind them, that drawing twice gives the same bytes,
+"""The figures of docs/paper.md and docs/benchmarks.md: the numbers behind them, that drawing twice gives the same bytes,
 that the pages are what the committed numbers say."""
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""What the README and the other pages show runs: every snippet, every command as far as it can be tried, every name."""
+"""What the README and the other pages show runs: every snippet, every command as far as it can be tried, every name.
+
+The messages that docs/troubleshooting.md explains are freescale's, and the pages stay short."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
@@ -12,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +27,7 @@ from repo import ROOT
 
 # In the order in which their snippets run.
 USERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+START, PIPELINE = ROOT / "docs" / "start.md", ROOT / "docs" / "from-train-pipeline.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [*USERS, CONTRIBUTING]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.M | re.S)
@@ -51,10 +56,33 @@ class MyModel(torch.nn.Module):
         return self.inner(batch)
 
 
+class MyTask(torch.nn.Module):
+    """A model as TorchRec's pipelines expect it: of a KeyedJaggedTensor, which they can copy to a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = zoo.sequences()
+        self.head = torch.nn.Linear(zoo.DIM, 1)
+
+    def forward(self, features: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = self.head(self.tables(features)["history"].values()).sum()
+        return loss, loss.detach()
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """The programs before and after."""
+    lines = [(line[:1], line[1:]) for line in diff.splitlines()]
+    before, after = ("\n".join(text for sign, text in lines if sign != other) for other in "+-")
+    return before, after
+
+
 def _run_snippets(texts: list[str]) -> None:
     """One after the other, as in a script that has a model, a device, a loader and an optimizer of its own."""
+    from torchrec.distributed import DistributedModelParallel
+
     batches = [zoo.batch(step, dist.get_rank(), 4) for step in range(3)]
-    names: dict[str, Any] = {"MyModel": MyModel, "device": torch.device("cpu")}
+    names: dict[str, Any] = {"MyModel": MyModel, "device": torch.device("cpu"), "torch": torch}
+    names |= {"DistributedModelParallel": DistributedModelParallel, "evaluation_loader": batches[:1]}
     names["optimizer"] = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     for text in texts:
         names["loader"] = batches
@@ -68,9 +96,43 @@ def _run_snippets(texts: list[str]) -> None:
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
 def test_the_snippets_for_users_run():
-    texts = [text for page in USERS for text in blocks(page, "python")]
+    texts = [text for page in USERS if page != START for text in blocks(page, "python")]
     assert any("model.compile" in t for t in texts) and any("balance=True" in t for t in texts)
     run_ranks(_run_snippets, 2, texts, env={"FREESCALE_CODEGEN": "eager"})
+
+
+def _run_pipeline(before: str, after: str) -> None:
+    from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+
+    import freescale
+
+    for text in (before, after):
+        names: dict[str, Any] = {"MyTask": MyTask, "device": torch.device("cpu"), "freescale": freescale}
+        names |= {"DistributedModelParallel": DistributedModelParallel}
+        names |= {"TrainPipelineSparseDist": TrainPipelineSparseDist}
+        names["loader"] = [zoo.batch(step, dist.get_rank(), 4).features for step in range(3)]
+        names["optimizer"] = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        exec(compile(text, "from-train-pipeline", "exec"), names)
+        assert names["output"].shape == ()
+
+
+@pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+def test_both_sides_of_the_pipeline_page_run():
+    (diff,) = blocks(PIPELINE, "diff")
+    run_ranks(_run_pipeline, 2, *sides(diff), env={"FREESCALE_CODEGEN": "eager"})
+
+
+def _run_program(text: str) -> None:
+    """As torchrun starts it, but in the process group that is there."""
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        exec(compile(text, "first.py", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
+def test_the_first_model_runs():
+    """In full, on the CPU."""
+    (text,) = blocks(START, "python")
+    run_ranks(_run_program, 2, text, env={"FREESCALE_CODEGEN": "eager"})
 
 
 def test_the_snippets_for_contributors_run():
@@ -151,7 +213,43 @@ def test_files_and_links_that_pages_name_exist():
         for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", text):
             assert (ROOT / path).exists() or "count_matmuls" in path, (page.name, path)  # what CONTRIBUTING has one write
         for link in re.findall(r"\]\((?!https:)([^)]+)\)", text):
-            assert (page.parent / link).exists(), (page.name, link)
+            file, _, section = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), (page.name, link)
+            if section:
+                headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+                assert section in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, (page.name, link)
+
+
+def _messages() -> list[str]:
+    """Each text of freescale's code; a NUL stands for what an f-string or % fills in."""
+    found = []
+    for folder in ("fs_compile", "passes", "kernels", "runtime"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(re.sub(r"%(\.\d)?[sdfg]", "\0", node.value))
+    return found
+
+
+def test_the_messages_of_troubleshooting_are_freescales():
+    """A bullet begins with one or two messages, in which ... stands for what differs."""
+    bullets = re.findall(r"^- ((?:`[^`]+`(?:, )?)+):", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    explained = [said for bullet in bullets for said in re.findall(r"`([^`]+)`", bullet)]
+    assert len(explained) > 30
+    code = "\n".join(_messages())
+    for said in explained:
+        assert re.search(r"[^\n]*".join(re.escape(part) for part in said.split("...")), code), said
+
+
+def test_the_pages_are_short_and_in_the_site():
+    assert len(" ".join(page.read_text() for page in PAGES).split()) < 12_000
+    assert len((ROOT / "README.md").read_text().split()) <= 700
+    site = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert re.search(rf"[ :]{page.name}$", site, re.M), page.name
 
 
 def test_flags_that_pages_name_exist():

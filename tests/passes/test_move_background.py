@@ -181,6 +181,28 @@ def test_same_bits(codegen):
     run_ranks(_both, 2, "cpu", codegen)
 
 
+def _write_beside_an_update(device: str) -> None:
+    """Forward without backward, then a write that nothing orders after the late gradients."""
+    import freescale
+
+    torch.cuda.set_device(0)
+    model = _compiled(False, device)
+    with pytest.raises(RuntimeError, match="wrote to a table before the gradients of an earlier step"):
+        for i, batch in enumerate(freescale.LookaheadLoader(_batches(), model)):
+            loss = model(batch)
+            if i < 2:
+                loss.backward()
+            elif dist.get_rank() == 0:
+                with torch.no_grad():
+                    model.item.weight.mul_(0.5)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_write_beside_an_update():
+    run_ranks(_write_beside_an_update, 2, "cuda", backend="cpu:gloo,cuda:nccl", timeout=150)
+
+
 def _on_gpu(codegen: str) -> None:
     from freescale.kernels import background
 

@@ -47,7 +47,7 @@ def shape(program):
 
 
 def test_the_program_is_the_order_of_the_passes(traced):
-    """As docs/overlap.md draws it: late gradients and early rows under the forward pass, weight gradients behind the
+    """As docs/how-it-works.md draws it: late gradients and early rows under the forward pass, weight gradients behind the
     launch of the urgent gradients."""
     program = program_of(traced[True], 0.03, 0.03, BYTES, 25e9)
     assert [s for s in shape(program) if not isinstance(s, Compute)] == [

@@ -34,6 +34,14 @@ def test_a_step_begins_without_another_look_only_if_all_ranks_say_the_same(field
     assert rank_status.all_fine([other] * 3) == (field not in ("incomplete", "planning_failed", "written"))
 
 
+def test_a_write_beside_an_update_is_an_error_without_pending_gradients():
+    """Late gradients of a collection that is compiled alone are applied while the user's code goes on."""
+    idle = FINE._replace(pending=-1)
+    assert rank_status.why_over([idle, idle._replace(written=1)]) == ""
+    why = rank_status.why_over([idle, idle._replace(written=rank_status.BESIDE_UPDATE)])
+    assert why.startswith("rank 1: something other than training wrote to a table before the gradients of an earlier step")
+
+
 def _gathered():
     """What each rank knows of all, where none differs, then where rank 1 differs in one field, in turn."""
     sync, found = rank_status.RankSync(dist.group.WORLD), []
