@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command import editable_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
 
@@ -28,6 +29,21 @@ def sources_digest() -> str:
     c_library = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(c_library)
     return c_library.sources_digest(Path("kernels/native"))
+
+
+# In the parent folder of a checkout named freescale, Python finds this folder, a namespace package, before an editable
+# install. The finder of the install therefore comes first there; a real package on the path still precedes it.
+editable_wheel._FINDER_TEMPLATE = getattr(editable_wheel, "_FINDER_TEMPLATE", "") + """
+
+class _BeforeFolders:
+    @staticmethod
+    def find_spec(fullname, path=None, target=None):
+        if fullname == "freescale" and not getattr(PathFinder.find_spec(fullname), "has_location", False):
+            return _EditableFinder.find_spec(fullname)
+
+
+sys.meta_path.insert(0, _BeforeFolders)
+"""
 
 
 class BuildLibrary(build_ext):

@@ -111,6 +111,33 @@ def test_import_is_light(tmp_path):
     assert done.stdout.split()[0] == "False"
 
 
+def test_dir_lists_the_api():
+    assert dir(freescale) == sorted(freescale.__all__)
+
+
+def test_an_editable_install_is_found_in_the_parent_folder_of_the_checkout(tmp_path):
+    """There, the folder `freescale` is a namespace package for Python. A real package on the path still comes first."""
+    code = (
+        "import setuptools; from setuptools.command import editable_wheel; import runpy\n"
+        "setuptools.setup = lambda **_: None; runpy.run_path('setup.py')\n"
+        f"print(editable_wheel._finder_template('e', {{'freescale': {str(ROOT / 'fs_compile')!r}}}, {{}}))"
+    )
+    made = python(code, ROOT)
+    assert made.returncode == 0, made.stderr
+    (tmp_path / "finder.py").write_text(made.stdout)
+    (tmp_path / "freescale").symlink_to(ROOT)
+    other = tmp_path / "other" / "freescale"
+    other.mkdir(parents=True)
+    (other / "__init__.py").touch()
+    found = []
+    for before in ([], [str(other.parent)]):
+        code = f"import sys; sys.path[:0] = {before} + ['']; import finder; finder.install(); import freescale as f; print(f.__file__)"
+        done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.strip())
+    assert found == [str(ROOT / "fs_compile" / "__init__.py"), str(other / "__init__.py")]
+
+
 def _import_bare_name() -> str:
     """In a process that has loaded torch."""
     sys.path.insert(0, str(ROOT))
