@@ -72,10 +72,10 @@ def _checked(args: argparse.Namespace) -> Cluster:
     if args.json:
         require_writable("--json", Path(args.json))
     if args.plots:
+        require_writable("--plots", Path(args.plots), folder=True)  # first: the import takes seconds
         from freescale.simulate.plots import require_matplotlib
 
         require_matplotlib()
-        require_writable("--plots", Path(args.plots), folder=True)
     return cluster
 
 
