@@ -127,7 +127,7 @@ def ablation(d: dict[str, Any]) -> Lines:
     found = [*table(["simulated", *OUTCOME], [[r["variant"], *_outcome(r)] for r in shown]), ""]
     saved = sum(p["bubbles_ms"] for p in d["parts"].values())
     rows = [
-        [findings.PART_WORDS.get(n, "one graph, unique rows"), f"{p['bubbles_ms']:.1f} ms",
+        [findings.PART_WORDS[n], f"{p['bubbles_ms']:.1f} ms",
          f"{p['bubbles_ms'] / saved:.1%}", f"{p['step_ms']:.1f} ms"]
         for n, p in d["parts"].items()
     ]  # fmt: skip

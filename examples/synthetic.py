@@ -109,7 +109,7 @@ class SyntheticHistories:
         self._cumulative = np.cumsum(np.arange(1, items + 1, dtype=np.float64) ** -zipf)
         self._cumulative /= self._cumulative[-1]
         self._item_of_rank = tables.permutation(items)  # spreads popular ids over the table
-        self._liked = 1.0 / (1.0 + np.exp(-2.0 * tables.standard_normal(items)))  # P(label = 1 | candidate)
+        self._liked = 1.0 / (1.0 + np.exp(-3.0 * tables.standard_normal(items)))  # P(label = 1 | candidate)
 
     def __len__(self) -> int:
         return self.steps

@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_hstu.py --steps 20
 
+Before and after training, all are evaluated on the same held-out batches: loss and AUC.
 The tables are TorchRec's, or freescale's own if TorchRec is missing (`--tables`). The first run is eager TorchRec, or
 with freescale's own tables the same model in eager mode, where every exchange blocks. Both runs use the same batches
 and initial weights. The last line of output is a JSON object: what was compiled for which device, and the largest
@@ -46,18 +47,24 @@ def main() -> None:
     build, reference = (build_torchrec, "eager TorchRec") if args.tables == "torchrec" else (build_native, "eager")
     plain, model = build(args, device), build(args, device)
     model.compile(backend="freescale")  # first, so that unknown flags fail early
+    held_out = {"untrained": evaluate(plain, args, device)}
     expected = train(plain, histories(args), device, reference)
+    held_out[reference] = evaluate(plain, args, device)
     loader = freescale.LookaheadLoader(histories(args), model, balance=balance(args))
     bubbles = Bubbles()
     stop = freescale.log_to(bubbles)
     losses = train(model, loader, device, "freescale", bubbles)
     stop()
+    held_out["freescale"] = evaluate(model, args, device)
     print_exchanges(loader.stats())
     print_balance(loader.balance_stats())
 
     difference = worst_difference(losses, expected, model, plain)
     if dist.get_rank() == 0:
-        print(json.dumps(report(losses, args, difference)))
+        print("\nheld out           loss    AUC", file=sys.stderr)
+        for name, (loss, auc) in held_out.items():
+            print(f"{name:<14}{loss:>9.4f}{auc:>7.3f}", file=sys.stderr)
+        print(json.dumps(report(losses, args, difference) | {"held_out": held_out}))
     dist.destroy_process_group()
 
 
@@ -221,6 +228,23 @@ def train(
         if shown:
             bar.set_postfix({"loss": f"{float(mean):.4f}", **bubbles})
     return losses
+
+
+@torch.no_grad()
+def evaluate(model: Any, args: argparse.Namespace, device: torch.device, batches: int = 16) -> tuple[float, float]:
+    """Mean loss and area under the ROC curve on batches of all ranks that training does not use. Runs eagerly."""
+    data = histories(args)
+    scorer = next(m for m in model.modules() if isinstance(m, HSTU))
+    scored = []
+    for number in range(args.steps, args.steps + batches):
+        batch = data.batch(number).to(device)
+        scored.append(torch.stack([scorer.logits(batch.features), batch.labels]))
+    of_ranks = [torch.zeros_like(torch.cat(scored, dim=1)) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, torch.cat(scored, dim=1))
+    logits, labels = torch.cat(of_ranks, dim=1).double().cpu()
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+    pairs = logits[labels == 1, None] - logits[labels == 0]  # AUC: the share of pairs in the right order
+    return round(float(loss), 6), round(float((pairs > 0).double().mean() + (pairs == 0).double().mean() / 2), 4)
 
 
 def print_exchanges(stats: list[dict[str, Any]]) -> None:

@@ -183,6 +183,11 @@ def _examine_tables(facts: Facts) -> None:
         f"pip install --no-deps torchrec=={wanted} {fbgemm}=={wanted_fbgemm}"
     )
     installed = facts.versions["torchrec"]
+    if why is not None and why.startswith("OSError") and not facts.cuda_devices and _installed_version("fbgemm-gpu"):
+        remedy = (
+            "fbgemm-gpu is built for CUDA, and no GPU was found. Without it, native tables work. For TorchRec's:\n"
+            f"    pip uninstall -y fbgemm-gpu\n    pip install --no-deps fbgemm-gpu-cpu=={wanted_fbgemm}"
+        )
     if without and why is not None:
         newest = f"FBGEMM {wanted_fbgemm}, the newest, does not load under torch {facts.versions['torch']}"
         remedy = f"{newest}. For TorchRec: torch {torch_minor}."

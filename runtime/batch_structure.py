@@ -78,7 +78,7 @@ def feature_ids_and_counts(batch: Any, wanted: Collection[str]) -> tuple[dict[st
     splits = {id(x): _split(x.keys(), *host[id(x)]) for x in {id(x): x for _, x in places if is_kjt(x)}.values()}
     for name, x in places:
         if not is_kjt(x) and x.dim() != 1:
-            raise ValueError(f"freescale: feature {name!r} must be a tensor of 1 dimension, found {x.dim()}")
+            raise not_flat(name, x)
         found = splits[id(x)][name] if is_kjt(x) else host[id(x)][0]
         if name in ids and not torch.equal(ids[name], found):
             raise ValueError(
@@ -94,6 +94,13 @@ def feature_ids_and_counts(batch: Any, wanted: Collection[str]) -> tuple[dict[st
     sizes = [(key, part.shape[0]) for of_keys in splits.values() for key, part in of_keys.items()]
     ambiguous = Counter(key for key, _ in dict.fromkeys(sizes))
     return ids, {key: n for key, n in sizes if ambiguous[key] == 1}
+
+
+def not_flat(feature: str, ids: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"freescale: feature {feature!r} must be a tensor of 1 dimension, found {ids.dim()}. Flatten padded ids before "
+        "the lookup (ids.flatten(), or ids[mask] without the padding), and reshape the rows after it"
+    )
 
 
 def _ids_on_host(holders: Sequence[Any]) -> dict[int, list[torch.Tensor]]:

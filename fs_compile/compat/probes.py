@@ -180,7 +180,7 @@ def _installed() -> Iterator[tuple[str, str | None, Names]]:
         try:
             importlib.import_module(next(iter(names)).partition(":")[0])  # a package may be there without its library
             package = importlib.import_module(library)
-        except ImportError:
+        except (ImportError, OSError):
             continue
         yield library, getattr(package, "__version__", ""), names
     if not nixl.missing_reason():

@@ -36,8 +36,6 @@ MEASURED_BETWEEN_RANKS = ["between_gb_per_s", "inside_gb_per_s", "torchrec_link_
 
 
 def main(path: str, block: str, base: Cluster, progress: Callable[[str], None]) -> None:
-    if not Path(path).resolve().parent.is_dir():
-        raise InputError(f"--calibrate {path}: no such folder: {Path(path).resolve().parent}")
     make = load_block(block)
     on_gpu, ranks = torch.cuda.is_available(), cuda.launched_ranks()
     if not on_gpu:

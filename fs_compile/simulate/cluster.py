@@ -82,6 +82,10 @@ def read(path: Path) -> Cluster:
         raise InputError(f"{path}: cannot read the cluster file: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: the cluster file is not TOML: {error}") from None
+    if (preset := values.pop("preset", None)) is not None:
+        if preset not in list(PRESETS):
+            raise InputError(f"{path}: preset must be one of {', '.join(PRESETS)}, found {preset!r}")
+        values = asdict(PRESETS[preset]) | values
     return checked(values, str(path))
 
 
@@ -92,9 +96,9 @@ def checked(values: dict[str, Any], where: str) -> Cluster:
             near = difflib.get_close_matches(name, FIELDS, n=1)
             hint = f" Did you mean {near[0]}?" if near else f" Known: {', '.join(FIELDS)}"
             raise InputError(f"{where}: {name} is not a field of a cluster.{hint}")
-    for name in FIELDS:
-        if name not in values:
-            raise InputError(f"{where}: the field {name} is missing ({FIELDS[name].metadata['doc']})")
+    if missing := [name for name in FIELDS if name not in values]:
+        inherit = f'preset = "{next(iter(PRESETS))}" (presets: {", ".join(PRESETS)})'
+        raise InputError(f"{where}: missing: {', '.join(missing)}. Add them, or inherit them: {inherit}")
     return Cluster(**{name: _value(name, values[name], where) for name in FIELDS})
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import sys
+import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from freescale.simulate.cluster import PRESETS, Cluster, InputError, find
+from freescale.simulate.cluster import PRESETS, Cluster, InputError, find, to_toml
 
 SWEEPS = ("ranks", "cap", "batch", "collision", "link")
 
@@ -18,6 +21,7 @@ SWEEPS = ("ranks", "cap", "batch", "collision", "link")
 def add_arguments(p: argparse.ArgumentParser) -> None:
     presets = ", ".join(PRESETS)
     p.add_argument("--cluster", default="h100", help=f"{presets}, or a TOML file (default h100)")
+    p.add_argument("--dump-preset", action="store_true", help="only print --cluster as TOML, as a start")
     p.add_argument("--ranks", type=int, default=256, help="2 to 4096 (default 256)")
     p.add_argument("--steps", type=int, default=20, help="simulated steps (default 20)")
     p.add_argument("--batch", type=int, default=128, help="samples per rank (default 128)")
@@ -37,9 +41,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     try:
-        if args.calibrate:
+        if args.dump_preset:
+            print(to_toml(find(args.cluster), []), end="")
+        elif args.calibrate:
             from freescale.simulate import calibrate
 
+            require_writable("--calibrate", Path(args.calibrate))
             calibrate.main(args.calibrate, args.block, find(args.cluster), Progress())
         else:
             run(args, _checked(args))
@@ -60,15 +67,28 @@ def _checked(args: argparse.Namespace) -> Cluster:
             raise InputError(f"--{name} must be at least {low:g} and at most {high:g}, found {value}")
     if args.histories and args.sweep:
         raise InputError("--sweep varies generated batches; remove --histories")
-    for option in ("json", "plots"):
-        path = getattr(args, option)
-        if path and not Path(path).resolve().parent.is_dir():
-            raise InputError(f"--{option} {path}: no such folder: {Path(path).resolve().parent}")
+    cluster = find(args.cluster)
+    if args.json:
+        require_writable("--json", Path(args.json))
     if args.plots:
+        require_writable("--plots", Path(args.plots), folder=True)  # first: the import takes seconds
         from freescale.simulate.plots import require_matplotlib
 
         require_matplotlib()
-    return find(args.cluster)
+    return cluster
+
+
+def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
+    """Called before the work. Creates the folder."""
+    try:
+        if folder:
+            path.mkdir(exist_ok=True)
+        elif path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path if folder else path.parent):
+            pass
+    except OSError as error:
+        raise InputError(f"{option} {path}: cannot write there: {error.strerror}") from None
 
 
 class Progress:
@@ -118,7 +138,6 @@ def run(args: argparse.Namespace, cluster: Cluster) -> None:
     result["sweeps"] = {axis: [findings.point_row(p) for p in found] for axis, found in swept.items()}
     if args.plots:
         folder = Path(args.plots)
-        folder.mkdir(exist_ok=True)
         title = f"{args.ranks} ranks, {cluster.name}, histories up to {args.cap}, batch {args.batch}"
         made = [plots.variants(outcomes, title, folder / "variants.png")]
         made += [plots.sweep(found, title, folder / f"{axis}.png") for axis, found in swept.items()]

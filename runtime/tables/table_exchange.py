@@ -16,6 +16,7 @@ from freescale.compat import dynamo, nn_modules
 from freescale.kernels.ops import table_registry
 from freescale.kernels.ops.schemas import EARLY, LATE, URGENT
 from freescale.kernels.planning.owners import Shard, first_row_of_each_table, owner_map
+from freescale.runtime.batch_structure import not_flat
 from freescale.runtime.tables.step_plan import LateGradients, StepPlan, UrgentGradients, UrgentRows
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,9 @@ class Exchange:
     ) -> torch.Tensor:
         """The rows of the ids, which are in the order of `entries`; or with `bags` their sums, [bags, dim]. Gradients
         are divided by `divide_by`. Planned ids may be one concatenated tensor."""
+        for feature, of_feature in zip(self.features, ids, strict=False):
+            if of_feature.dim() != 1:
+                raise not_flat(feature, of_feature)
         if not torch.compiler.is_compiling():
             warn_of_uncompiled_call()
         elif self.outside_step:

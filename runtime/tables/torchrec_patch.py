@@ -24,12 +24,12 @@ _original_forward: Any = None
 
 
 def patch_torchrec() -> None:
-    """Patch TorchRec's classes, once; nothing if it is not installed."""
+    """Patch TorchRec's classes, once; nothing if it cannot be imported."""
     global _original_forward
     try:
         from torchrec.distributed.types import ShardedModule
         from torchrec.optim.keyed import KeyedOptimizer
-    except ImportError:
+    except (ImportError, OSError):  # not installed, or FBGEMM's library does not load
         return
     if _original_forward is None:
         KeyedOptimizer.state_dict = _call_watchers_first(KeyedOptimizer.state_dict, "before_read")

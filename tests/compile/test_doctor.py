@@ -165,6 +165,26 @@ def test_without_torchrec_it_is_usable(no_torchrec, monkeypatch, tmp_path, capsy
     assert "make" not in capsys.readouterr().out
 
 
+def test_fbgemm_for_cuda_without_cuda(tmp_path):
+    """`pip install .[torchrec]` on a machine without a GPU: freescale works, and doctor names the cause and the fix."""
+    (tmp_path / "torchrec").mkdir()
+    (tmp_path / "torchrec" / "__init__.py").write_text("import fbgemm_gpu")
+    (tmp_path / "fbgemm_gpu.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
+    (tmp_path / "fbgemm_gpu-1.9.0.dist-info").mkdir()
+    (tmp_path / "fbgemm_gpu-1.9.0.dist-info" / "METADATA").write_text("Name: fbgemm-gpu\nVersion: 1.9.0\n")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("FREESCALE_")} | {"CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tmp_path), env.get("PYTHONPATH")]))
+    code = "import sys, freescale.backend as _, freescale.doctor; sys.exit(freescale.doctor.main())"
+    done = subprocess.run([sys.executable, "-c", code], env=env, text=True, cwd=tmp_path, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout
+    assert "native: yes" in done.stdout and "self test" not in done.stdout
+    assert "fbgemm-gpu is built for CUDA, and no GPU was found. Without it, native tables work." in done.stdout
+    fbgemm = doctor.TORCHREC_FOR[".".join(torch.__version__.split(".")[:2])][1]
+    fix = ["    pip uninstall -y fbgemm-gpu", f"    pip install --no-deps fbgemm-gpu-cpu=={fbgemm}"]
+    lines = done.stdout.splitlines()
+    assert fix == lines[lines.index(fix[0]) :][:2]
+
+
 def test_without_arguments_it_prints_usage(capsys):
     assert main([]) == 0
     said = capsys.readouterr().out

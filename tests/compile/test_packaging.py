@@ -111,6 +111,10 @@ def test_import_is_light(tmp_path):
     assert done.stdout.split()[0] == "False"
 
 
+def test_dir_lists_the_api():
+    assert dir(freescale) == sorted(freescale.__all__)
+
+
 def _import_bare_name() -> str:
     """In a process that has loaded torch."""
     sys.path.insert(0, str(ROOT))

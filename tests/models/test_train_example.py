@@ -90,6 +90,9 @@ def check(said: dict, device: str, most: float) -> None:
     assert (said["graphs"], said["graph_breaks"], said["recompiles"]) == (1, 0, 0)
     assert said["exchanges"] == {"forward": 6, "backward": 2}
     assert 0 < said["loss_last"] < 1 and said["max_abs_diff"] < most
+    untrained, eager, ours = said["held_out"].values()
+    assert ours == pytest.approx(eager, abs=1e-3)
+    assert ours[0] < untrained[0] - 0.03 and ours[1] > untrained[1] + 0.05, said["held_out"]
 
 
 @pytest.mark.thorough

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -28,6 +28,16 @@ def test_what_is_written_is_read(tmp_path):
         assert cluster.find(str(path)) == preset
 
 
+def test_a_file_inherits_from_a_preset(tmp_path, capsys):
+    path = tmp_path / "c.toml"
+    path.write_text('preset = "h200"\nname = "mine"\nbetween_gb_per_s = 12.5')
+    assert cluster.find(str(path)) == replace(cluster.PRESETS["h200"], name="mine", between_gb_per_s=12.5)
+    assert main(["simulate", "--cluster", str(path), "--dump-preset"]) == 0
+    text = capsys.readouterr().out
+    path.write_text(text)
+    assert cluster.find(str(path)).between_gb_per_s == 12.5 and "preset" not in text
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -37,7 +47,11 @@ def test_what_is_written_is_read(tmp_path):
         ({"ranks_per_host": 1.5}, "ranks_per_host must be an integer, found 1.5"),
         ({"sm_tax": 1.5}, "sm_tax must be at least 0 and at most 0.9, found 1.5"),
         ({"jitter": True}, "jitter must be a number, found True"),
-        ({"seconds_per_token": None}, "the field seconds_per_token is missing"),
+        (
+            {"seconds_per_token": None, "dim": None},
+            "missing: dim, seconds_per_token. Add them, or inherit them: preset = \"h100\" (presets: h100, h200, nvlink)",
+        ),
+        ({"preset": "b200"}, "preset must be one of h100, h200, nvlink, found 'b200'"),
         ({"sm_tac": 0.1}, "sm_tac is not a field of a cluster. Did you mean sm_tax?"),
         ({"name": 3}, "name must be text, found 3"),
     ],
@@ -67,7 +81,10 @@ def test_a_file_that_is_not_toml(tmp_path, capsys):
         (["--ranks", "5000"], "--ranks must be at least 2"),
         (["--collision", "1.5"], "--collision must be at least 0 and at most 1, found 1.5"),
         (["--steps", "0"], "--steps must be at least 1"),
-        (["--json", "/no/such/folder/x.json"], "no such folder: /no/such/folder"),
+        (["--json", "/no/such/folder/x.json"], "--json /no/such/folder/x.json: cannot write there: No such file"),
+        (["--json", "/"], "--json /: cannot write there: Is a directory"),
+        (["--plots", "/proc/x"], "--plots /proc/x: cannot write there: No such file"),
+        (["--calibrate", "/proc/x.toml"], "--calibrate /proc/x.toml: cannot write there: No such file"),
         (["--histories", "x.npz", "--sweep", "cap"], "remove --histories"),
         (["--histories", "nowhere.npz"], "nowhere.npz: cannot read the histories"),
         (["--calibrate", "x.toml", "--block", "nowhere.py:Block"], "nowhere.py: no such file"),

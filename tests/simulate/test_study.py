@@ -183,6 +183,7 @@ def test_the_command(tmp_path):
     assert code == 0
     assert said.startswith("SIMULATED, not measured: 8 ranks, mine")
     assert "savings of each part" in said and "elsewhere:" in said
+    assert "PEC       Prioritized Embedding Communication" in said and "(no part enabled: one compiled graph" in said
     found = json.loads((tmp_path / "found.json").read_text())
     for headline in ("bubble_reduction", "straggler_before", "straggler_after", "exposed_reduction"):
         assert 0 <= found[headline] <= 1

@@ -159,3 +159,31 @@ def _state():
 def test_state_dict_holds_rows_and_optimizer_state():
     (names,) = run_ranks(_state, 1)
     assert names == ["out.bias", "out.weight", "table.momentum", "table.weight"]
+
+
+def _padded() -> None:
+    """Padded ids, [B, T], are refused with what to write instead: eagerly, compiled, and by the loader."""
+    import freescale
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = freescale.ShardedEmbeddingCollection({"a": 9, "b": 9}, 4)
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return sum(x.sum() for x in self.tables(batch).values())
+
+    batch = {"a": torch.arange(6), "b": torch.zeros(2, 3, dtype=torch.int64)}
+    said = r"feature 'b' must be a tensor of 1 dimension, found 2. Flatten padded ids .*ids.flatten"
+    model = Model()
+    with pytest.raises(ValueError, match=said):
+        model(batch)
+    with pytest.raises(Exception, match=said):
+        torch.compile(model, backend="freescale", options={"codegen": "eager"})(batch)
+    model.compile(backend="freescale", options={"codegen": "eager"})
+    with pytest.raises(ValueError, match=said):
+        next(iter(freescale.LookaheadLoader([batch] * 3, model)))
+
+
+def test_padded_ids_are_refused():
+    run_ranks(_padded, 1)
