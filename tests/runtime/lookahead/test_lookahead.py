@@ -174,7 +174,7 @@ def test_order_is_not_luck(checked):
     assert checked.of("delayed") == [(True, True), (True, True)]
 
 
-@pytest.mark.thorough
+@slow
 def test_order_is_not_luck_for_longer():
     assert run_ranks(_delayed, 2, 40) == [(True, True), (True, True)]
 

@@ -177,6 +177,7 @@ def _refused() -> str:
     return str(caught.value)
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_one_graph_is_an_error_that_says_what_to_do():
     for said in run_ranks(_refused, 2):
         assert "Compile the embedding collections alone" in said and "data-dependent expression Eq(u" in said, said
