@@ -198,14 +198,29 @@ def _of_table_rows(names: tuple[str, ...], tables: str, planned: bool) -> dict[s
 
 
 TABLES = ("native", pytest.param("torchrec", marks=pytest.mark.skipif(not HAS_TORCHREC, reason="no TorchRec")))
+on_rows = pytest.mark.parametrize("tables", TABLES)
+with_and_without = pytest.mark.parametrize("planned", (False, True), ids=("without look-ahead", "with look-ahead"))
+
+
+def _every_fourth(planned: bool, tables: str) -> tuple[str, ...]:
+    """Of the idioms: each belongs to one kind of table, with look-ahead or without."""
+    return tuple(IDIOMS)[2 * planned + (tables == "torchrec") :: 4]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("tables", TABLES)
-@pytest.mark.parametrize("planned", (False, True), ids=("without look-ahead", "with look-ahead"))
+@on_rows
+@with_and_without
 def test_idioms_on_rows_of_a_table(planned, tables):
     """Sizes of rows are as good as those of any other tensor; without code generation."""
-    assert run_ranks(_of_table_rows, 1, tuple(IDIOMS), tables, planned, timeout=280) == [{}]
+    assert run_ranks(_of_table_rows, 1, _every_fourth(planned, tables), tables, planned, timeout=280) == [{}]
+
+
+@pytest.mark.slow
+@on_rows
+@with_and_without
+def test_other_idioms_on_rows_of_a_table(planned, tables):
+    names = tuple(name for name in IDIOMS if name not in _every_fourth(planned, tables))
+    assert run_ranks(_of_table_rows, 1, names, tables, planned, timeout=280) == [{}]
 
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
