@@ -148,7 +148,7 @@ def check(kind: str, ahead: bool, pooled: bool) -> None:
                 assert any("in one graph what depends on the size that is read there" in s for s in said), said
 
 
-QUICK = ("one graph", "tile")
+QUICK = ("one graph", "branch")
 
 
 @pytest.mark.parametrize("kind", QUICK)
