@@ -46,7 +46,7 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     assert found["times_sparsedist_worst"] == rows["sparsedist"]["ms"] / rows["balance"]["ms"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_variant_trains_the_same(tmp_path, monkeypatch, capsys):
     variants = [v for v in step_torchrec_rank.VARIANTS if not v.endswith("-c10d")]  # on the CPU, that is `auto`
     code, found = _run(monkeypatch, tmp_path, "--sizes", "45ms", "--variants", *variants)

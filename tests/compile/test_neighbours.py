@@ -179,11 +179,12 @@ def test_idioms_that_once_failed():
     assert run_ranks(_problems, 1, ONCE_BROKEN, SIZES[:2]) == [{}]
 
 
-PARTS = [tuple(IDIOMS)[i : i + 14] for i in range(0, len(IDIOMS), 14)]
+PARTS = [tuple(IDIOMS)[i::8] for i in range(8)]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("names", PARTS, ids=[names[0] for names in PARTS])
+@pytest.mark.parametrize("names", [  # all of them, without code generation: test_idioms_on_rows_of_a_table
+    pytest.param(names, marks=pytest.mark.slow if i % 2 else pytest.mark.thorough, id=names[0]) for i, names in enumerate(PARTS)
+])  # fmt: skip
 def test_idioms(names):
     assert run_ranks(_problems, 1, names, SIZES[:2], timeout=280) == [{}]
 
@@ -198,16 +199,32 @@ def _of_table_rows(names: tuple[str, ...], tables: str, planned: bool) -> dict[s
 
 
 TABLES = ("native", pytest.param("torchrec", marks=pytest.mark.skipif(not HAS_TORCHREC, reason="no TorchRec")))
+on_rows = pytest.mark.parametrize("tables", TABLES)
+with_and_without = pytest.mark.parametrize("planned", (False, True), ids=("without look-ahead", "with look-ahead"))
+
+
+def _every_fourth(planned: bool, tables: str) -> tuple[str, ...]:
+    """Of the idioms: each belongs to one kind of table, with look-ahead or without."""
+    return tuple(IDIOMS)[2 * planned + (tables == "torchrec") :: 4]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("tables", TABLES)
-@pytest.mark.parametrize("planned", (False, True), ids=("without look-ahead", "with look-ahead"))
+@on_rows
+@with_and_without
 def test_idioms_on_rows_of_a_table(planned, tables):
     """Sizes of rows are as good as those of any other tensor; without code generation."""
-    assert run_ranks(_of_table_rows, 1, tuple(IDIOMS), tables, planned, timeout=280) == [{}]
+    assert run_ranks(_of_table_rows, 1, _every_fourth(planned, tables), tables, planned, timeout=280) == [{}]
 
 
+@pytest.mark.slow
+@on_rows
+@with_and_without
+def test_other_idioms_on_rows_of_a_table(planned, tables):
+    names = tuple(name for name in IDIOMS if name not in _every_fourth(planned, tables))
+    assert run_ranks(_of_table_rows, 1, names, tables, planned, timeout=280) == [{}]
+
+
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
 def test_a_model_that_depends_on_how_many_ids_a_feature_has():
     """Without look-ahead, the graph itself counts them: it breaks where such a model needs to know."""

@@ -59,8 +59,9 @@ def check(found: dict[str, Any]) -> None:
     assert found["same bits"] and found["graph_breaks"] == 0, found
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("how", ("whole", "collection"))
+@pytest.mark.parametrize("how", (
+    pytest.param("whole", marks=pytest.mark.slow), pytest.param("collection", marks=pytest.mark.thorough),
+))  # fmt: skip
 def test_equals_eager_torchrec(how):
     for found in run_ranks(_compare, 2, how, EAGER):
         check(found)

@@ -105,13 +105,12 @@ def test_pooled_tables(case, lookahead):
     compiled(case, lookahead)
 
 
-@thorough
-@pytest.mark.parametrize("lookahead", (False, True))
+@pytest.mark.parametrize("lookahead", (pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=thorough)))
 def test_with_generated_code(lookahead):
     compiled(SEQUENCES["beside pooled"], lookahead, INDUCTOR)
 
 
-@thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHREC_FAILS)
 def test_what_torchrec_alone_cannot_do_on_a_cpu(name):
     """It is tested with freescale above. If this fails, TorchRec has learned it: nothing is wrong with freescale."""

@@ -248,8 +248,9 @@ CASES = {
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=pytest.mark.slow if case in ("bf16", "fp16") else pytest.mark.thorough) for case in CASES
+])  # fmt: skip
 def test_training_equals_a_simulation(case):
     run_ranks(_equals_a_simulation, 2, *CASES[case])
 
@@ -284,7 +285,8 @@ DEPRECATED = [
 ]
 
 
-@pytest.mark.parametrize("options", (pytest.param(DEPRECATED[0], marks=pytest.mark.thorough), DEPRECATED[1]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", DEPRECATED)
 def test_ranks_agree_on_what_takes_the_place_of_a_deprecated_value(options):
     run_ranks(_deprecated, 2, options)
 

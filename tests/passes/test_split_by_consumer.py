@@ -276,7 +276,7 @@ def _step(cut: str, codegen: str):
 
 @pytest.mark.parametrize("cut, codegen", (
     ("columns", "eager"), ("blocks", "eager"),
-    pytest.param("columns", "inductor", marks=pytest.mark.thorough),
+    pytest.param("columns", "inductor", marks=pytest.mark.slow),
     pytest.param("blocks", "inductor", marks=pytest.mark.thorough),
 ))  # fmt: skip
 def test_same_bits_on_two_ranks(cut, codegen):

@@ -70,6 +70,7 @@ def test_a_rank_that_has_more_to_do(ddp):
     assert _median(fast, "exposed") < MORE / 3 and _median(slow, "straggler") < MORE / 3
 
 
+@pytest.mark.thorough
 def test_a_slow_link():
     for steps in run_ranks(_train, 2, 0.0, MORE / 2):
         assert _median(steps, "exposed") > MORE and _median(steps, "straggler") < MORE / 3

@@ -174,7 +174,7 @@ def test_order_is_not_luck(checked):
     assert checked.of("delayed") == [(True, True), (True, True)]
 
 
-@pytest.mark.thorough
+@slow
 def test_order_is_not_luck_for_longer():
     assert run_ranks(_delayed, 2, 40) == [(True, True), (True, True)]
 
@@ -191,8 +191,9 @@ def _go_on(checkpoints):
     return [ahead.train(0.4, 10 - k, wrapped=True, first=k, state=mine[k - 1])[:2] for k in range(1, 10)]
 
 
-def test_stop_anywhere_and_go_on_in_a_fresh_process(checked):
-    stopped = checked.of("stop")
+@pytest.mark.thorough
+def test_stop_anywhere_and_go_on_in_a_fresh_process():
+    stopped = run_ranks(_stop, 2)
     went_on = run_ranks(_go_on, 2, [[state for _, state in firsts] for _, firsts in stopped])
     for (whole, firsts), rests in zip(stopped, went_on, strict=True):
         for first, rest in zip(firsts, rests, strict=True):
@@ -218,7 +219,6 @@ def _bytes_on_the_wire():
 CHECKS = {
     **{f"exact, {optimizer}": partial(_exact, optimizer, 16, 4, thorough=False) for optimizer in OPTIMIZERS},
     "delayed": partial(_delayed, 16),
-    "stop": _stop,
     "bytes on the wire": _bytes_on_the_wire,
 }
 
@@ -253,11 +253,11 @@ EVERY_LAYOUT = tuple(itertools.product(("row_wise", "mixed"), ("sgd", "adagrad",
 
 @pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec or fbgemm_gpu is not installed")
 @pytest.mark.parametrize("world, layouts, small", (
-    (2, TWO_LAYOUTS[1:], True),
     pytest.param(2, TWO_LAYOUTS, False, marks=pytest.mark.thorough),
+    pytest.param(2, TWO_LAYOUTS[1:], True, marks=slow),
     pytest.param(2, EVERY_LAYOUT, False, marks=slow),
     pytest.param(4, EVERY_LAYOUT, False, marks=slow),
-), ids=("2-small", "2-two", "2-all", "4-all"))  # fmt: skip
+), ids=("2-two", "2-small", "2-all", "4-all"))  # fmt: skip
 @pytest.mark.timeout(600)
 def test_torchrec_tables_with_look_ahead(world, layouts, small):
     for found in run_ranks(_torchrec, world, layouts, small, timeout=550):

@@ -348,5 +348,6 @@ def _when_batches_are_asked_for() -> None:
         assert threads() == []
 
 
+@pytest.mark.thorough
 def test_a_batch_is_planned_when_another_one_is_taken():
     run_ranks(_when_batches_are_asked_for, 2, timeout=120)

@@ -156,6 +156,7 @@ def _cases() -> dict[str, str]:
     return said
 
 
+@pytest.mark.thorough
 def test_each_backward_is_an_update_or_an_error():
     for rank, said in enumerate(run_ranks(_cases, 2)):
         wrong = {name: words for name, words in said.items() if words != "good"}

@@ -31,8 +31,15 @@ QUICK = (
 )  # fmt: skip
 
 
+def _tier(name: str) -> str:
+    """Of code generation, one case is thorough: the others are of it what they are without."""
+    if name in QUICK:
+        return "quick"
+    return "slow" if name.endswith("inductor") and name != "far more, pooled: True, ahead: True, inductor" else "thorough"
+
+
 def _marked(name: str) -> Any:
-    return name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough)
+    return name if _tier(name) == "quick" else pytest.param(name, marks=getattr(pytest.mark, _tier(name)))
 
 
 @pytest.mark.parametrize("change", [_marked(name) for name in CHANGES])
@@ -85,10 +92,10 @@ CHECKS = {
 
 @pytest.fixture(scope="module")
 def outcomes() -> Callable[[str], Outcomes]:
-    """Those of the quick checks, or of the others, when one of them is asked for."""
+    """Those of a tier, when one of them is asked for."""
 
     @cache
-    def checked(quick: bool) -> Outcomes:
-        return run_together({k: v for k, v in CHECKS.items() if (k in QUICK) == quick}, 2, group_timeout=30)
+    def checked(tier: str) -> Outcomes:
+        return run_together({k: v for k, v in CHECKS.items() if _tier(k) == tier}, 2, group_timeout=30)
 
-    return lambda name: checked(name in QUICK)
+    return lambda name: checked(_tier(name))

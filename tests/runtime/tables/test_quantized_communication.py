@@ -159,6 +159,7 @@ def _refused() -> dict[str, Any]:
     return said
 
 
+@pytest.mark.thorough
 def test_what_is_refused():
     for said in run_ranks(_refused, 2):
         assert "tables 'item', 'user' use quantized communication in int8; fp16 and bf16 are supported" in said["int8"]

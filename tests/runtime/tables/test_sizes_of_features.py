@@ -96,15 +96,18 @@ def _graphs(kind: type[nn.Module], ahead: bool, *lengths: int) -> tuple[int, boo
     return max(backend.COMPILED.values()), same
 
 
-@pytest.mark.parametrize("ahead", (pytest.param(False, marks=pytest.mark.thorough), True), ids=("plain", "ahead"))
+@pytest.mark.parametrize("ahead", (
+    pytest.param(False, marks=pytest.mark.thorough), pytest.param(True, marks=pytest.mark.slow),
+), ids=("plain", "ahead"))  # fmt: skip
 def test_graphs_of_pooled_features_do_not_depend_on_their_sizes(ahead):
     """But on whether there is any id, or one, in all of the batch: that is the size of the user's own tensor."""
     for graphs, same in run_ranks(_graphs, 2, Pooled, ahead, timeout=200):
         assert graphs <= 3 and same
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("ahead", (False, True), ids=("plain", "ahead"))
+@pytest.mark.parametrize("ahead", (
+    pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.thorough),
+), ids=("plain", "ahead"))  # fmt: skip
 def test_graphs_of_sequences_do_not_depend_on_which_feature_has_no_id_or_one(ahead):
     """Under a LookaheadLoader, which knows it beforehand, batches with such a feature have one more graph together."""
     for graphs, same in run_ranks(_graphs, 2, Sequences, ahead, timeout=200):

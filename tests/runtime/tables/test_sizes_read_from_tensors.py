@@ -148,7 +148,7 @@ def check(kind: str, ahead: bool, pooled: bool) -> None:
                 assert any("in one graph what depends on the size that is read there" in s for s in said), said
 
 
-QUICK = ("one graph", "tile")
+QUICK = ("one graph", "branch")
 
 
 @pytest.mark.parametrize("kind", QUICK)
@@ -177,6 +177,7 @@ def _refused() -> str:
     return str(caught.value)
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_one_graph_is_an_error_that_says_what_to_do():
     for said in run_ranks(_refused, 2):
         assert "Compile the embedding collections alone" in said and "data-dependent expression Eq(u" in said, said

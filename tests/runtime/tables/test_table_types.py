@@ -66,7 +66,7 @@ def _follows(dtype: torch.dtype, codegen: str, loops: tuple[bool, ...] = (False,
 
 @pytest.mark.parametrize("dtype, codegen", (
     pytest.param(torch.float64, "eager", marks=pytest.mark.thorough),
-    pytest.param(torch.float64, "inductor", marks=pytest.mark.thorough),
+    pytest.param(torch.float64, "inductor", marks=pytest.mark.slow),
     pytest.param(torch.bfloat16, "eager", marks=pytest.mark.thorough),
 ), ids=("double-eager", "double-inductor", "bfloat16-eager"))  # fmt: skip
 def test_a_native_table_follows_its_type(dtype, codegen):
