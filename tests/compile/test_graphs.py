@@ -91,15 +91,15 @@ class Golden(expecttest.TestCase):
 
     def test_composites_of_the_forward(self):
         self.assertExpectedInline(self.texts["forward", "find_exchanges"], """\
-primals_1: int64[256]
-primals_2: int64[256]
-primals_3: int64[257]
-primals_4: s23
-primals_5: int64[s23]
+primals_1: s23
+primals_2: int64[s23]
+primals_3: int64[256]
+primals_4: int64[256]
+primals_5: int64[257]
 primals_6: float32[0, 8]
 primals_7: float32[1, 8]
 primals_8: float32[1]
-plan_now = freescale.plan_now([primals_5], [0], [2048], primals_1, primals_2, primals_3, item, 0)  # (int64[s23], int64[s23], int64[u0], int64[256], int64[u1], int64[256], int64[u2], int64[u1], int64[u2])
+plan_now = freescale.plan_now([primals_2], [0], [2048], primals_3, primals_4, primals_5, item, 0)  # (int64[s23], int64[s23], int64[u0], int64[256], int64[u1], int64[256], int64[u2], int64[u1], int64[u2])
 getitem = getitem(plan_now, 0)  # int64[s23]
 getitem_1 = getitem(plan_now, 1)  # int64[s23]
 getitem_2 = getitem(plan_now, 2)  # int64[u0]
@@ -122,17 +122,17 @@ le = le(sym_size_int_3, sym_size_int_2)  # u2 <= u1
 _assert_scalar_3 = aten._assert_scalar(le, Runtime assertion failed for expression u2 <= u1 on node 'le')
 exchange_forward = freescale.exchange_forward(primals_6, getitem_4, getitem_5, getitem_3, sym_size_int_1, 0, item, 0)  # float32[u0, 8]; urgent rows, composite, 32*u0 bytes
 index = aten.index.Tensor(exchange_forward, [getitem])  # float32[s23, 8]
-split_with_sizes = aten.split_with_sizes(index, [primals_4])  # (float32[s23, 8])
+split_with_sizes = aten.split_with_sizes(index, [primals_1])  # (float32[s23, 8])
 getitem_9 = getitem(split_with_sizes, 0)  # float32[s23, 8]
 tanh = aten.tanh(getitem_9)  # float32[s23, 8]
 permute = aten.permute(primals_7, [1, 0])  # float32[8, 1]
 addmm = aten.addmm(primals_8, tanh, permute)  # float32[s23, 1]
 sum_1 = aten.sum(addmm)  # float32[]
-return [sum_1, primals_6, primals_7, getitem_1, getitem_2, getitem_3, getitem_5, getitem_6, getitem_7, getitem_8, tanh, primals_4, sym_size_int_2]""")
+return [sum_1, primals_6, primals_7, getitem_1, getitem_2, getitem_3, getitem_5, getitem_6, getitem_7, getitem_8, tanh, primals_1, sym_size_int_2]""")
 
     def test_composites_of_the_backward(self):
         self.assertExpectedInline(self.texts["backward", "find_exchanges"], """\
-primals_4: s23
+primals_1: s23
 sym_size_int_2: u1
 primals_6: float32[0, 8]
 primals_7: float32[1, 8]
@@ -145,7 +145,7 @@ getitem_7: int64[u1]
 getitem_8: int64[u2]
 tanh: float32[s23, 8]
 tangents_1: float32[]
-expand = aten.expand(tangents_1, [primals_4, 1])  # float32[s23, 1]
+expand = aten.expand(tangents_1, [primals_1, 1])  # float32[s23, 1]
 permute = aten.permute(primals_7, [1, 0])  # float32[8, 1]
 permute_1 = aten.permute(permute, [1, 0])  # float32[1, 8]
 mul_18 = aten.mul.Tensor(expand, permute_1)  # float32[s23, 8]
