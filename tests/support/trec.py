@@ -126,7 +126,7 @@ def shard(
     if compute_device == "cuda":
         _place_on_first_gpu(plan)
     return DistributedModelParallel(
-        model.to(device),
+        model if compute_device == "cpu" else model.to(device),  # tables may be on the meta device
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         plan=plan,
         sharders=sharders,
